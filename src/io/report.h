@@ -1,0 +1,24 @@
+// How src/io words its errors: one line that names the file, whatever bytes a hostile file puts into its names.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace latent_moe::io {
+
+/// `text` with control characters escaped, so that it cannot break the line that it is printed in.
+std::string printable(std::string_view text);
+
+/// `text` printable, clipped and in double quotes: for names that come out of a file.
+std::string quote(std::string_view text);
+
+/// Throws `Error(io)`: the file is missing, unreadable or malformed.
+[[noreturn]] void refuse_file(std::string_view source, std::string_view problem);
+
+/// Throws `Error(invalid_argument)`: the file is sound, but it does not hold what was asked for.
+[[noreturn]] void refuse_request(std::string_view source, std::string_view problem);
+
+/// What the operating system calls the error `code` (an `errno`).
+std::string system_message(int code);
+
+}  // namespace latent_moe::io
