@@ -1,0 +1,59 @@
+// Launching a kernel, with clusters and dependent launch where asked for.
+//
+// GUARANTEE. With dependent launch a kernel may start before its predecessor in the stream has ended. It then reads and
+// writes nothing that the predecessor may touch before `dependency_wait`, which returns when the predecessor has ended and
+// all that it wrote is visible. `release_dependents` only lets the successor start; it promises nothing about this kernel's
+// output, so a successor that was launched so must call `dependency_wait` too. All kernels here do.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "scoped.h"
+
+namespace latent_moe::gpu {
+
+LATENT_MOE_DEVICE void dependency_wait() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+LATENT_MOE_DEVICE void release_dependents() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+struct Launch {
+    int grid = 1;
+    int block = 1;
+    int cluster = 1;
+    int shared_bytes = 0;
+    bool dependent = false;  ///< may start before its predecessor has ended (sm_90 and newer)
+    cudaStream_t stream = nullptr;
+};
+
+template <class... Params>
+cudaError_t launch(const Launch& how, void (*kernel)(Params...), const Params&... params) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(how.grid));
+    config.blockDim = dim3(static_cast<unsigned>(how.block));
+    config.dynamicSmemBytes = static_cast<std::size_t>(how.shared_bytes);
+    config.stream = how.stream;
+    cudaLaunchAttribute attributes[2];
+    if (how.cluster > 1) {
+        cudaLaunchAttribute& a = attributes[config.numAttrs++];
+        a.id = cudaLaunchAttributeClusterDimension;
+        a.val.clusterDim.x = static_cast<unsigned>(how.cluster);
+        a.val.clusterDim.y = a.val.clusterDim.z = 1;
+    }
+    if (how.dependent) {
+        cudaLaunchAttribute& a = attributes[config.numAttrs++];
+        a.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        a.val.programmaticStreamSerializationAllowed = 1;
+    }
+    config.attrs = attributes;
+    return cudaLaunchKernelEx(&config, kernel, params...);
+}
+
+}  // namespace latent_moe::gpu

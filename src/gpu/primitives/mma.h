@@ -1,0 +1,140 @@
+// Matrix products of one warp (mma.sync, sm_80 and newer) or of one warpgroup (wgmma, sm_90a).
+//
+// GUARANTEE. Operands are bf16 or f16, sums are float32, and the order in which one instruction sums its 16 products is the
+// hardware's: the same on every run and every GPU of one kind. `wgmma` is asynchronous: between `wgmma_begin` and
+// `wgmma_wait` the accumulators must not be touched and the operands' shared memory must stay.
+#pragma once
+
+#include <cstdint>
+
+#include "latent_moe/tensor.h"
+#include "scoped.h"
+
+namespace latent_moe::gpu {
+
+/// d[16 × 8] += a[16 × 16] · b[8 × 16]ᵀ. Lane l, g = l / 4, t = l % 4: a holds rows {g, g + 8, g, g + 8} at k pairs
+/// {t, t, t + 4, t + 4}; b row g at pairs {t, t + 4}; d rows {g, g, g + 8, g + 8} at columns {2t, 2t + 1, 2t, 2t + 1}.
+template <Dtype dtype>
+LATENT_MOE_DEVICE void mma_16x8x16(float (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3,
+                                   std::uint32_t b0, std::uint32_t b1) {
+    if constexpr (dtype == Dtype::bf16)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+            "%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+            "%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+
+/// Descriptor of a K-major operand in shared memory with the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1 KB
+/// apart, aligned to 1 KB. Add `16 * j bytes >> 4 = 2 * j` for the j-th step of 16 elements.
+LATENT_MOE_DEVICE std::uint64_t swizzled_operand(std::uint32_t address) {
+    constexpr std::uint64_t leading = 1, group_stride = 1024 >> 4, swizzle_128 = 1;
+    return (address & 0x3ffff) >> 4 | leading << 16 | group_stride << 32 | swizzle_128 << 62;
+}
+
+LATENT_MOE_DEVICE void wgmma_begin() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+LATENT_MOE_DEVICE void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int pending = 0>
+LATENT_MOE_DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+/// d[64 × n] += a[64 × 16] · b[n × 16]ᵀ. Warp w of the group, lane l: d[4j + i] is row 16w + l / 4 + 8 (i / 2), column
+/// 8j + 2 (l % 4) + i % 2.
+template <int n>
+struct Wgmma;
+
+template <>
+struct Wgmma<8> {
+    template <Dtype dtype>
+    LATENT_MOE_DEVICE static void multiply(float (&d)[4], std::uint64_t a, std::uint64_t b) {
+        if constexpr (dtype == Dtype::bf16)
+            asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;"
+                         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                         : "l"(a), "l"(b));
+        else
+            asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;"
+                         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                         : "l"(a), "l"(b));
+    }
+};
+
+template <>
+struct Wgmma<16> {
+    template <Dtype dtype>
+    LATENT_MOE_DEVICE static void multiply(float (&d)[8], std::uint64_t a, std::uint64_t b) {
+        if constexpr (dtype == Dtype::bf16)
+            asm volatile(
+                "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, 0, "
+                "0;"
+                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+                : "l"(a), "l"(b));
+        else
+            asm volatile(
+                "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, 0, 0;"
+                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+                : "l"(a), "l"(b));
+    }
+};
+
+template <>
+struct Wgmma<32> {
+    template <Dtype dtype>
+    LATENT_MOE_DEVICE static void multiply(float (&d)[16], std::uint64_t a, std::uint64_t b) {
+        if constexpr (dtype == Dtype::bf16)
+            asm volatile(
+                "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+                "%12, %13, %14, %15}, %16, %17, 1, 1, 1, 0, 0;"
+                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+                  "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+                : "l"(a), "l"(b));
+        else
+            asm volatile(
+                "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+                "%13, %14, %15}, %16, %17, 1, 1, 1, 0, 0;"
+                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+                  "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+                : "l"(a), "l"(b));
+    }
+};
+
+template <>
+struct Wgmma<64> {
+    template <Dtype dtype>
+    LATENT_MOE_DEVICE static void multiply(float (&d)[32], std::uint64_t a, std::uint64_t b) {
+        if constexpr (dtype == Dtype::bf16)
+            asm volatile(
+                "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+                "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, "
+                "%33, 1, 1, 1, 0, 0;"
+                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+                  "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+                  "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+                  "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+                : "l"(a), "l"(b));
+        else
+            asm volatile(
+                "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+                "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, "
+                "1, 1, 1, 0, 0;"
+                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+                  "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+                  "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+                  "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+                : "l"(a), "l"(b));
+    }
+};
+
+#endif
+
+}  // namespace latent_moe::gpu
