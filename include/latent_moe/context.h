@@ -1,0 +1,136 @@
+// The context: ranks that agreed on a shape, one workspace, the layers' weights, and the tails that run over them.
+//
+// A context is one total order of calls, the same on every rank; one host thread of a rank at a time, except `poll_fault`
+// and `abort`, which any thread may call. Concurrency means another context.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "latent_moe/export.h"
+#include "latent_moe/bootstrap.h"
+#include "latent_moe/options.h"
+#include "latent_moe/plan.h"
+#include "latent_moe/shape.h"
+#include "latent_moe/status.h"
+#include "latent_moe/tensor.h"
+
+namespace latent_moe {
+
+class ContextState;  // private
+
+/// A GPU stream of the backend's own type, or null for its default stream. On the CPU work is done when a call returns.
+using Stream = void*;
+
+/// The inputs of one call, `tokens` rows each, in the shape's activation dtype. Read only by the work that the call
+/// enqueues; never written unless `consume_shared` says so.
+struct TailInput {
+    ConstRows routed;         ///< [tokens, latent]: this rank's summand
+    ConstRows shared;         ///< [tokens, hidden]: as `Options::shared` says; null when absent
+    ConstRows prefix;         ///< [tokens, hidden]: added last, in the activation dtype; the same on every rank; may be null
+    std::int64_t tokens = 0;  ///< 0 is a call like any other: every rank must make it
+    bool consume_shared = false;  ///< `shared` may be overwritten, which saves a copy
+};
+
+/// What went wrong first in a context. Sticky: later calls return it too.
+struct Fault {
+    int rank = -1;            ///< the rank that was waited for or that differs; -1 if none is to blame
+    std::string phase;        ///< the step of the tail
+    std::int64_t layer = -1;  ///< the layer's id
+    std::uint64_t call = 0;   ///< the context's call number, from 0
+    std::string message;
+};
+
+/// Which of a layer's rows a rank owns when the output is sharded by tokens.
+struct TokenRange {
+    std::int64_t first = 0;
+    std::int64_t count = 0;
+};
+
+/// One layer's tail. A small handle; it shares the context's lifetime.
+class LATENT_MOE_API Layer {
+public:
+    /// Enqueues one tail on `stream`. `out` is [tokens, hidden], or this rank's own rows of it for a sequence-parallel
+    /// context. `out` may be exactly `shared` or `prefix`; any other overlap with an input is refused. Never throws; on a
+    /// GPU it neither allocates nor synchronises with the host and may be captured in a graph. Results are identical bits on
+    /// every rank.
+    Status run(const TailInput& input, Rows out, Stream stream = nullptr) const noexcept;
+
+    /// The same through one given tail, whatever the plan would choose. Refused with the plan's reason if it cannot run.
+    Status run(Tail tail, const TailInput& input, Rows out, Stream stream = nullptr) const noexcept;
+
+    std::int64_t id() const noexcept;
+
+private:
+    friend class Context;
+    Layer(std::shared_ptr<ContextState> state, std::size_t index) : state_(std::move(state)), index_(index) {}
+
+    std::shared_ptr<ContextState> state_;
+    std::size_t index_;
+};
+
+class LATENT_MOE_API Context {
+public:
+    /// Collective. Throws on every rank if any rank fails or if ranks differ in shape, options or versions, naming the
+    /// field.
+    static Context create(const Shape& shape, const Bootstrap& bootstrap, const Options& options = {});
+
+    /// Local. Packs the weights; the source may be freed on return. `gamma`: `latent` elements of the activation dtype, null
+    /// for `Norm::none`. A whole W_up and this rank's shard of it give bit-identical results. Layers must be added in the
+    /// same order with the same ids on every rank.
+    Layer add_layer(std::int64_t id, const WeightView& up_projection, const void* gamma = nullptr);
+
+    /// Collective; once, after the last layer and before the first call. Compares the layers of all ranks, and gathers the
+    /// whole W_up where `keep_whole_weights` asks for it and only a shard was given.
+    void seal();
+
+    const Shape& shape() const noexcept;
+    const Options& options() const noexcept;
+    const std::string& backend() const noexcept;
+    int rank() const noexcept;
+    int world() const noexcept;
+    std::size_t layer_count() const noexcept;
+    /// In the order of `add_layer`.
+    Layer layer(std::size_t index) const;
+
+    /// What would run for so many tokens, and why.
+    Plan plan(std::int64_t tokens) const;
+    /// The rows of the output that `rank` owns when it is sharded by tokens: nearly equal, in rank order.
+    TokenRange own_tokens(std::int64_t tokens, int rank) const noexcept;
+
+    std::size_t weight_bytes() const noexcept;     ///< packed weights of all layers on this rank
+    std::size_t workspace_bytes() const noexcept;  ///< everything else that the context holds for its calls
+
+    /// The first fault, if any. Never blocks.
+    std::optional<Fault> poll_fault() const;
+    /// Local; makes this context, and peers that wait for it, return `aborted`.
+    void abort(const std::string& reason = "abort() was called");
+
+    /// Collective: gives the workspace back, keeps the layers. Calls in between return `unsupported`.
+    void suspend();
+    /// Collective: builds the workspace again.
+    void resume();
+
+    // The tail's parts, as operations of their own. They count as calls of the context's total order.
+
+    /// y = norm(Σ_ranks x) with the shape's norm and ε: [tokens, latent] in, the same out on every rank. `gamma` as in
+    /// `add_layer`. `y` may be exactly `x`.
+    Status all_reduce_rms_norm(ConstRows x, const void* gamma, Rows y, std::int64_t tokens,
+                               Stream stream = nullptr) const noexcept;
+
+    /// C[:, columns of this rank] += routed_scale · A · W_upᵀ over the rank's own rows of W_up: A is [tokens, latent], and
+    /// `c_slice` points at this rank's first column of C, `stride` being C's. Local: no rank waits for another.
+    Status accumulate_projection(ConstRows a, const Layer& layer, Rows c_slice, std::int64_t tokens,
+                                 Stream stream = nullptr) const noexcept;
+
+private:
+    explicit Context(std::shared_ptr<ContextState> state) : state_(std::move(state)) {}
+
+    std::shared_ptr<ContextState> state_;
+};
+
+}  // namespace latent_moe

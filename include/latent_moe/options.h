@@ -1,0 +1,40 @@
+// How a context is set up. Every field is compared between the ranks at creation; a difference is an error on all of them.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "latent_moe/plan.h"
+
+namespace latent_moe {
+
+struct Options {
+    std::string backend = "auto";        ///< "cpu", a GPU backend that this build has, or "auto": the GPU if there is one
+    std::int64_t capacity_tokens = 128;  ///< most tokens of a call of the fused tail (its mailboxes are sized by it)
+    std::int64_t max_tokens = 8192;      ///< most tokens of any call; at most `max_tokens_limit`
+    int timeout_ms = 30'000;             ///< a peer that has not arrived by then is reported as the error `timeout`
+    bool keep_whole_weights = false;     ///< keep the whole W_up on every rank: what every tail but `column_parallel` and
+                                      ///< `fused` needs when there are several ranks, at `world` times the bytes
+    std::optional<Tail> tail;  ///< run only this tail; creation fails if it can run for no number of tokens
+    std::array<std::int64_t, tail_count> tail_token_limit =
+        no_limits();  ///< by `Tail`: most tokens for which it may be chosen
+
+    SharedState shared = SharedState::partial;  ///< what the caller's shared rows are, for every call of the context
+    bool sequence_parallel = false;  ///< the caller wants only its own rows of the output (see `Context::own_tokens`)
+    bool expert_parallel = false;  ///< the ranks are an expert-parallel group: they split experts, not columns, so `shared`
+                                   ///< is usually already reduced. The bootstrap is that of the group that is summed over
+
+    int cpu_threads = 0;    ///< CPU backend: worker threads of this rank; 0: the machine's cores shared among local ranks
+    int device = -1;        ///< GPU backend: the device of this rank; -1: rank modulo the number of devices
+    int reserved_sms = 16;  ///< GPU backend: multiprocessors that kernels which wait for peers leave to others
+
+    static constexpr std::array<std::int64_t, tail_count> no_limits() {
+        std::array<std::int64_t, tail_count> limits{};
+        limits.fill(INT64_MAX);
+        return limits;
+    }
+};
+
+}  // namespace latent_moe

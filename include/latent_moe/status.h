@@ -1,0 +1,55 @@
+// What a call reports: a code, and one line that names the thing, what was found and what was expected.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "latent_moe/export.h"
+
+namespace latent_moe {
+
+enum class StatusCode {
+    ok,
+    invalid_argument,  ///< the caller passed something that no configuration accepts
+    mismatch,          ///< ranks disagree: about the configuration, or about the call they are in
+    unsupported,       ///< the request is meaningful, but this build or this context does not serve it
+    unavailable,       ///< the machine lacks something: a GPU, a driver, a library, a peer link
+    out_of_memory,
+    timeout,   ///< a peer did not arrive before the deadline; the message says which
+    aborted,   ///< `abort()` was called here or on a peer, or an earlier call of this context failed
+    io,        ///< a file is missing, truncated or malformed
+    internal,  ///< a defect of this library
+};
+
+LATENT_MOE_API const char* name(StatusCode code) noexcept;
+
+/// The outcome of a call on the hot path. Never throws; holds no memory when `ok()`.
+class [[nodiscard]] LATENT_MOE_API Status {
+public:
+    Status() = default;
+    Status(StatusCode code, std::string message) : code_(code), message_(std::move(message)) {}
+
+    bool ok() const noexcept { return code_ == StatusCode::ok; }
+    StatusCode code() const noexcept { return code_; }
+    /// One line, empty when `ok()`.
+    const std::string& message() const noexcept { return message_; }
+
+private:
+    StatusCode code_ = StatusCode::ok;
+    std::string message_;
+};
+
+/// Thrown by everything that sets up: shapes, contexts, layers, files. Never by `Layer::run`.
+class LATENT_MOE_API Error : public std::runtime_error {
+public:
+    Error(StatusCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
+
+    StatusCode code() const noexcept { return code_; }
+    Status status() const { return {code_, what()}; }
+
+private:
+    StatusCode code_;
+};
+
+}  // namespace latent_moe

@@ -1,0 +1,220 @@
+// Ranks that are threads of one process: they read one another's memory in place.
+//
+// An exchange is two barriers. Between them every rank's published regions are stable, so peers read them without a copy:
+//
+//     rank 0: publish ──┐ arrive                    ┌─ consume ──┐ leave
+//     rank 1: publish ──┤ ═══ all have published ═══╪─ consume ──┤ ═══ all have read: buffers may be reused ═══
+//     rank 2: publish ──┘                           └─ consume ──┘
+//
+// Memory order: a rank publishes, arrives and leaves under one mutex, which orders its earlier writes before every peer's reads,
+// and every peer's reads before its later writes.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "comm/transport.h"
+#include "latent_moe/bootstrap.h"
+#include "latent_moe/shape.h"
+#include "latent_moe/status.h"
+
+namespace latent_moe {
+namespace {
+
+class ThreadGroup {
+public:
+    ThreadGroup(int world, int timeout_ms) : world_(world), timeout_(timeout_ms) {
+        for (Meeting& meeting : meetings_) meeting.slots.resize(static_cast<std::size_t>(world));
+    }
+
+    int world() const noexcept { return world_; }
+
+    void exchange(int rank, Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing,
+                  Transport::Consume consume) {
+        Meeting& meeting = meetings_[static_cast<std::size_t>(channel)];
+        Slot& own = meeting.slots[static_cast<std::size_t>(rank)];
+        {
+            const std::lock_guard lock(mutex_);
+            own = {header, outgoing.data()};
+        }
+        wait_for_all(meeting.arrived, rank, header.step);
+        try {
+            for (int left = 0; left + 1 < world_; ++left) {
+                require_same(meeting.slots[static_cast<std::size_t>(left)].header, left,
+                             meeting.slots[static_cast<std::size_t>(left) + 1].header, left + 1);
+            }
+            std::array<Region, max_world> incoming;
+            for (int peer = 0; peer < world_; ++peer) {
+                incoming[static_cast<std::size_t>(peer)] = meeting.slots[static_cast<std::size_t>(peer)].outgoing[rank];
+            }
+            consume(std::span(incoming.data(), static_cast<std::size_t>(world_)));
+        } catch (const Error& error) {
+            // Every rank sees a mismatch for itself: let each report it in its own words.
+            if (error.code() != StatusCode::mismatch) abort(rank, error.what());
+            throw;
+        }
+        wait_for_all(meeting.left, rank, header.step);
+    }
+
+    void all_gather_bytes(int rank, const void* send, void* received, std::size_t bytes) {
+        const Region own{static_cast<const std::byte*>(send), 1, static_cast<std::int64_t>(bytes), 0};
+        std::array<Region, max_world> outgoing;
+        outgoing.fill(own);
+        exchange(rank, Channel::main, {}, std::span(outgoing.data(), static_cast<std::size_t>(world_)),
+                 [&](std::span<const Region> incoming) {
+                     for (std::size_t peer = 0; peer < incoming.size(); ++peer) {
+                         if (static_cast<std::size_t>(incoming[peer].row_bytes) != bytes) {
+                             throw Error(StatusCode::mismatch, fmt::format("all_gather_bytes: rank {} sent {} bytes, rank {} {}", peer,
+                                                                           incoming[peer].row_bytes, rank, bytes));
+                         }
+                         if (bytes != 0) std::memcpy(static_cast<std::byte*>(received) + peer * bytes, incoming[peer].data, bytes);
+                     }
+                 });
+    }
+
+    void abort(int rank, const std::string& reason) noexcept {
+        const std::lock_guard lock(mutex_);
+        if (fault_.ok()) fault_ = Status(StatusCode::aborted, fmt::format("rank {} gave up: {}", rank, reason));
+        changed_.notify_all();
+    }
+
+private:
+    struct Barrier {
+        std::uint64_t arrived_mask = 0;
+        std::uint64_t generation = 0;
+    };
+    struct Slot {
+        ExchangeHeader header;
+        const Region* outgoing = nullptr;
+    };
+    struct Meeting {
+        Barrier arrived;
+        Barrier left;
+        std::vector<Slot> slots;
+    };
+
+    void wait_for_all(Barrier& barrier, int rank, Step step) {
+        std::unique_lock lock(mutex_);
+        if (!fault_.ok()) throw Error(fault_.code(), fault_.message());
+        const std::uint64_t everyone = (std::uint64_t{1} << world_) - 1;
+        barrier.arrived_mask |= std::uint64_t{1} << rank;
+        if (barrier.arrived_mask == everyone) {
+            barrier.arrived_mask = 0;
+            ++barrier.generation;
+            changed_.notify_all();
+            return;
+        }
+        const std::uint64_t generation = barrier.generation;
+        const auto deadline = std::chrono::steady_clock::now() + timeout_;
+        const bool woken = changed_.wait_until(lock, deadline, [&] { return barrier.generation != generation || !fault_.ok(); });
+        if (barrier.generation != generation) return;
+        if (!woken) {
+            fault_ = Status(StatusCode::timeout, fmt::format("{} did not arrive within {} ms at the {}",
+                                                             missing_ranks(everyone & ~barrier.arrived_mask), timeout_.count(), name(step)));
+            changed_.notify_all();
+        }
+        throw Error(fault_.code(), fault_.message());
+    }
+
+    std::string missing_ranks(std::uint64_t mask) const {
+        std::vector<int> missing;
+        for (int rank = 0; rank < world_; ++rank) {
+            if ((mask >> rank & 1U) != 0) missing.push_back(rank);
+        }
+        return fmt::format("{} {}", missing.size() == 1 ? "rank" : "ranks", fmt::join(missing, ", "));
+    }
+
+    const int world_;
+    const std::chrono::milliseconds timeout_;
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::array<Meeting, channel_count> meetings_;
+    Status fault_;  // sticky
+};
+
+class ThreadTransport final : public Transport {
+public:
+    ThreadTransport(std::shared_ptr<ThreadGroup> group, int rank) : group_(std::move(group)), rank_(rank) {}
+
+    int rank() const noexcept override { return rank_; }
+    int world() const noexcept override { return group_->world(); }
+    void exchange(Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing, Consume consume) override {
+        group_->exchange(rank_, channel, header, outgoing, consume);
+    }
+    std::int64_t preferred_region_bytes() const noexcept override { return INT64_MAX; }
+    bool concurrent_channels() const noexcept override { return true; }
+    void abort(const std::string& reason) noexcept override { group_->abort(rank_, reason); }
+
+private:
+    std::shared_ptr<ThreadGroup> group_;
+    int rank_;
+};
+
+Bootstrap thread_rank(const std::shared_ptr<ThreadGroup>& group, int rank) {
+    return {.rank = rank,
+            .world = group->world(),
+            .all_gather_bytes = [group, rank](const void* send, void* received,
+                                              std::size_t bytes) { group->all_gather_bytes(rank, send, received, bytes); },
+            .transport = std::make_shared<ThreadTransport>(group, rank),
+            .local_world = group->world()};
+}
+
+}  // namespace
+
+Bootstrap single_rank() { return thread_ranks(1).front(); }
+
+std::vector<Bootstrap> thread_ranks(int world, int timeout_ms) {
+    if (world < 1 || world > max_world) {
+        throw Error(StatusCode::invalid_argument, fmt::format("world is {}, expected 1 to {}", world, max_world));
+    }
+    const auto group = std::make_shared<ThreadGroup>(world, timeout_ms);
+    std::vector<Bootstrap> ranks;
+    for (int rank = 0; rank < world; ++rank) ranks.push_back(thread_rank(group, rank));
+    return ranks;
+}
+
+void run_thread_ranks(int world, const std::function<void(const Bootstrap&)>& body, int timeout_ms) {
+    const std::vector<Bootstrap> ranks = thread_ranks(world, timeout_ms);
+    std::vector<std::exception_ptr> failures(ranks.size());
+    std::vector<std::thread> threads;
+    for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+        threads.emplace_back([&, rank] {
+            try {
+                body(ranks[rank]);
+            } catch (const std::exception& failure) {
+                failures[rank] = std::current_exception();
+                ranks[rank].transport->abort(failure.what());
+            } catch (...) {
+                failures[rank] = std::current_exception();
+                ranks[rank].transport->abort("an exception that is not a std::exception");
+            }
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+
+    const auto is_echo = [](const std::exception_ptr& failure) {
+        try {
+            std::rethrow_exception(failure);
+        } catch (const Error& error) {
+            return error.code() == StatusCode::aborted;
+        } catch (...) {
+            return false;
+        }
+    };
+    std::exception_ptr first;
+    for (const std::exception_ptr& failure : failures) {
+        if (!failure) continue;
+        if (!is_echo(failure)) std::rethrow_exception(failure);
+        if (!first) first = failure;
+    }
+    if (first) std::rethrow_exception(first);
+}
+
+}  // namespace latent_moe

@@ -1,0 +1,31 @@
+// The backends that this build has, by name.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "latent_moe/bootstrap.h"
+#include "latent_moe/options.h"
+#include "latent_moe/shape.h"
+#include "tails/backend.h"
+
+namespace latent_moe {
+
+struct BackendEntry {
+    std::string name;
+    /// Why this machine cannot run it now; empty if it can.
+    std::string (*unavailable)();
+    /// `bootstrap.transport` is set. Throws `unavailable` naming what is missing.
+    std::unique_ptr<Backend> (*make)(const Shape& shape, const Bootstrap& bootstrap, const Options& options);
+    /// Lines for `latent-moe info`: devices, links, libraries.
+    std::vector<std::string> (*describe)();
+};
+
+/// In order of preference: "auto" takes the first that is available.
+const std::vector<BackendEntry>& backends();
+
+/// Resolves a name, "auto" included. Throws `unavailable` naming what was asked for and what there is.
+const BackendEntry& find_backend(const std::string& name);
+
+}  // namespace latent_moe

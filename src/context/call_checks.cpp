@@ -1,0 +1,83 @@
+#include "context/call_checks.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+
+#include "latent_moe/status.h"
+
+namespace latent_moe {
+namespace {
+
+[[noreturn]] void refuse(const std::string& message) { throw Error(StatusCode::invalid_argument, message); }
+
+void check_rows(const char* what, const void* data, std::int64_t stride, std::int64_t count, std::int64_t columns, Dtype dtype) {
+    if (count > 0 && data == nullptr) refuse(fmt::format("{} is null, expected [{}, {}]", what, count, columns));
+    if (stride < columns) refuse(fmt::format("{} has a row stride of {} elements, expected at least {}", what, stride, columns));
+    if (reinterpret_cast<std::uintptr_t>(data) % bytes_of(dtype) != 0) {
+        refuse(fmt::format("{} is not aligned to its {} elements", what, name(dtype)));
+    }
+}
+
+}  // namespace
+
+ConstMatrix const_matrix(const char* what, const ConstRows& rows, std::int64_t count, std::int64_t columns, Dtype dtype) {
+    const std::int64_t stride = rows.stride == 0 ? columns : rows.stride;
+    check_rows(what, rows.data, stride, count, columns, dtype);
+    return {static_cast<const std::byte*>(rows.data), count, columns, stride, dtype};
+}
+
+Matrix matrix(const char* what, const Rows& rows, std::int64_t count, std::int64_t columns, Dtype dtype) {
+    const std::int64_t stride = rows.stride == 0 ? columns : rows.stride;
+    check_rows(what, rows.data, stride, count, columns, dtype);
+    return {static_cast<std::byte*>(rows.data), count, columns, stride, dtype};
+}
+
+void require_no_overlap(const char* input_name, const ConstMatrix& input, const Matrix& out, bool may_be_same) {
+    if (!input.present() || input.rows == 0 || out.rows == 0) return;
+    if (may_be_same && input.data == out.data && input.stride == out.stride) return;
+    const std::byte* input_end = input.row(input.rows - 1) + input.row_bytes();
+    const std::byte* out_end = out.row(out.rows - 1) + out.row_bytes();
+    if (input.data < out_end && out.data < input_end) {
+        refuse(fmt::format("out overlaps {}, expected separate memory{}", input_name,
+                           may_be_same ? " or exactly the same rows" : ""));
+    }
+}
+
+void validate(const Options& options, const Shape& shape, int world) {
+    if (world < 1 || world > max_world) refuse(fmt::format("world is {}, expected 1 to {}", world, max_world));
+    if (options.max_tokens < 1 || options.max_tokens > max_tokens_limit) {
+        refuse(fmt::format("max_tokens is {}, expected 1 to {}", options.max_tokens, max_tokens_limit));
+    }
+    if (options.capacity_tokens < 1 || options.capacity_tokens > max_tokens_limit) {
+        refuse(fmt::format("capacity_tokens is {}, expected 1 to {}", options.capacity_tokens, max_tokens_limit));
+    }
+    if (options.timeout_ms < 1) refuse(fmt::format("timeout_ms is {}, expected at least 1", options.timeout_ms));
+    if (options.cpu_threads < 0 || options.cpu_threads > 1024) {
+        refuse(fmt::format("cpu_threads is {}, expected 0 to 1024", options.cpu_threads));
+    }
+    if (options.reserved_sms < 0) refuse(fmt::format("reserved_sms is {}, expected at least 0", options.reserved_sms));
+    if (shape.hidden % world != 0 && !options.keep_whole_weights) {
+        refuse(fmt::format("hidden {} is not divisible by {} ranks: no rank can own an equal shard of W_up, expected keep_whole_weights or "
+                           "a number of ranks that divides it",
+                           shape.hidden, world));
+    }
+}
+
+void validate(const WeightView& view, const Shape& shape, int world, const void* gamma) {
+    if (view.data == nullptr) refuse("W_up is null");
+    const bool divisible = shape.hidden % world == 0;
+    if (view.rows != shape.hidden && !(divisible && view.rows == shape.hidden / world)) {
+        const std::string shard = divisible ? fmt::format(" or this rank's {}", shape.hidden / world) : std::string();
+        refuse(fmt::format("W_up has {} rows, expected all {}{}", view.rows, shape.hidden, shard));
+    }
+    if (view.stride != 0 && view.stride < shape.latent) {
+        refuse(fmt::format("W_up has a row stride of {} elements, expected at least {}", view.stride, shape.latent));
+    }
+    if (!std::isfinite(view.scale)) refuse(fmt::format("W_up has the scale {}, expected a finite number", view.scale));
+    if ((shape.norm == Norm::rms) != (gamma != nullptr)) {
+        refuse(shape.norm == Norm::rms ? "gamma is null, expected the norm's weights" : "gamma is given, but the shape has no norm");
+    }
+}
+
+}  // namespace latent_moe

@@ -1,0 +1,23 @@
+// What a call must satisfy before anything is touched.
+#pragma once
+
+#include <cstdint>
+
+#include "core/matrix.h"
+#include "latent_moe/context.h"
+#include "latent_moe/options.h"
+#include "latent_moe/shape.h"
+
+namespace latent_moe {
+
+/// The caller's rows as a matrix. Throws `invalid_argument` if they are missing, or their stride is below `columns` or negative.
+ConstMatrix const_matrix(const char* what, const ConstRows& rows, std::int64_t count, std::int64_t columns, Dtype dtype);
+Matrix matrix(const char* what, const Rows& rows, std::int64_t count, std::int64_t columns, Dtype dtype);
+
+/// Refuses an output that overlaps an input, unless it is exactly that input (same first element and stride) and `may_be_same`.
+void require_no_overlap(const char* input_name, const ConstMatrix& input, const Matrix& out, bool may_be_same);
+
+void validate(const Options& options, const Shape& shape, int world);
+void validate(const WeightView& view, const Shape& shape, int world, const void* gamma);
+
+}  // namespace latent_moe

@@ -1,0 +1,396 @@
+#include "latent_moe/context.h"
+
+#include <fmt/format.h>
+
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "comm/bootstrap_transport.h"
+#include "comm/transport.h"
+#include "context/backends.h"
+#include "context/call_checks.h"
+#include "core/agreement.h"
+#include "core/partition.h"
+#include "core/planner.h"
+#include "latent_moe/version.h"
+#include "tails/backend.h"
+#include "tails/schedule.h"
+
+namespace latent_moe {
+
+class ContextState {
+public:
+    struct LayerEntry {
+        std::int64_t id;
+        std::unique_ptr<PackedLayer> packed;
+    };
+
+    ContextState(const Shape& shape_, const Bootstrap& bootstrap_, const Options& options_, const BackendEntry& entry)
+        : shape(shape_),
+          bootstrap(bootstrap_),
+          options(options_),
+          backend(entry.make(shape, bootstrap, options)),
+          planner(shape, bootstrap.world, options, backend->capabilities()) {}
+
+    const Shape shape;
+    const Bootstrap bootstrap;
+    const Options options;
+    const std::unique_ptr<Backend> backend;
+    const Planner planner;
+    std::vector<LayerEntry> layers;
+    bool sealed = false;
+    bool suspended = false;
+    std::uint64_t next_call = 0;
+
+    TokenRange own_tokens(std::int64_t tokens, int rank) const noexcept { return even_part(tokens, bootstrap.world, rank); }
+
+    /// Runs `body` as the next call of the context's order: its exceptions become statuses, its faults stick.
+    template <typename Body>
+    Status call(CallIdentity& identity, Stream stream, Body body) noexcept {
+        try {
+            require_callable();
+            identity.call = next_call;
+            const auto begin = [&] {
+                backend->begin_call(identity, stream);
+                ++next_call;
+            };
+            body(begin);
+            return {};
+        } catch (const Error& error) {
+            return failed(identity, error.status());
+        } catch (const std::bad_alloc&) {
+            return failed(identity, {StatusCode::out_of_memory, "out of memory in a call"});
+        } catch (const std::exception& error) {
+            return failed(identity, {StatusCode::internal, error.what()});
+        }
+    }
+
+    std::optional<Fault> fault() const {
+        {
+            const std::lock_guard lock(fault_mutex_);
+            if (fault_) return fault_;
+        }
+        const Status device = backend->poll_fault();
+        if (device.ok()) return std::nullopt;
+        return Fault{.message = device.message()};
+    }
+
+    void abort(const std::string& reason) {
+        record({.message = reason});
+        backend->abort(reason);
+    }
+
+private:
+    void require_callable() const {
+        if (const std::optional<Fault> earlier = fault()) {
+            throw Error(StatusCode::aborted, fmt::format("the context failed earlier: {}", earlier->message));
+        }
+        if (!sealed) throw Error(StatusCode::unsupported, "the context is not sealed: call seal() on every rank after the last layer");
+        if (suspended) throw Error(StatusCode::unsupported, "the context is suspended: call resume() on every rank first");
+    }
+
+    /// An error before `begin_call` concerns this call alone; after it ranks may be out of step, so it is the context's last word.
+    Status failed(const CallIdentity& identity, Status status) noexcept {
+        if (next_call == identity.call) return status;
+        backend->end_after_failure();
+        try {
+            record({.layer = identity.layer, .call = identity.call, .message = status.message()});
+            backend->abort(status.message());
+        } catch (const std::bad_alloc&) {  // the status itself still says what happened
+        }
+        return status;
+    }
+
+    void record(Fault fault) {
+        const std::lock_guard lock(fault_mutex_);
+        if (!fault_) fault_ = std::move(fault);
+    }
+
+    mutable std::mutex fault_mutex_;
+    std::optional<Fault> fault_;
+};
+
+namespace {
+
+void describe(Agreement& agreement, const Shape& shape, const Options& options, const std::string& backend) {
+    agreement.field("version", library_version());
+    agreement.field("backend", backend);
+    agreement.field("hidden", fmt::format("{}", shape.hidden));
+    agreement.field("latent", fmt::format("{}", shape.latent));
+    agreement.field("norm", name(shape.norm));
+    agreement.field("epsilon", fmt::format("{}", shape.epsilon));
+    agreement.field("routed_scale", fmt::format("{}", shape.routed_scale));
+    agreement.field("activations", name(shape.activations));
+    agreement.field("capacity_tokens", fmt::format("{}", options.capacity_tokens));
+    agreement.field("max_tokens", fmt::format("{}", options.max_tokens));
+    agreement.field("timeout_ms", fmt::format("{}", options.timeout_ms));
+    agreement.field("keep_whole_weights", fmt::format("{}", options.keep_whole_weights));
+    agreement.field("tail", options.tail ? name(*options.tail) : "any");
+    agreement.field("tail_token_limit", fmt::format("{}", fmt::join(options.tail_token_limit, ",")));
+    agreement.field("shared", name(options.shared));
+    agreement.field("sequence_parallel", fmt::format("{}", options.sequence_parallel));
+    agreement.field("expert_parallel", fmt::format("{}", options.expert_parallel));
+    agreement.field("cpu_threads", fmt::format("{}", options.cpu_threads));
+    agreement.field("reserved_sms", fmt::format("{}", options.reserved_sms));
+}
+
+/// What a step of set-up threw, as the text that the other ranks are told.
+std::string text_of(const std::exception_ptr& failure) {
+    if (!failure) return {};
+    try {
+        std::rethrow_exception(failure);
+    } catch (const std::bad_alloc&) {
+        return "out of memory";
+    } catch (const std::exception& error) {
+        return error.what();
+    }
+}
+
+/// Runs a local step on every rank and lets all ranks know how it went: either all continue or all throw.
+template <typename LocalStep>
+void agreed_step(const Bootstrap& bootstrap, const Agreement& agreement, LocalStep step) {
+    std::exception_ptr failure;
+    try {
+        step();
+    } catch (const std::exception&) {
+        failure = std::current_exception();
+    }
+    try {
+        agreement.confirm(bootstrap, text_of(failure));
+    } catch (const Error&) {
+        if (failure) std::rethrow_exception(failure);  // in its own words, with its own code
+        throw;
+    }
+}
+
+}  // namespace
+
+Context Context::create(const Shape& shape, const Bootstrap& given, const Options& options) {
+    Bootstrap bootstrap = given;
+    if (!bootstrap.all_gather_bytes) throw Error(StatusCode::invalid_argument, "the bootstrap has no all_gather_bytes");
+    if (bootstrap.world < 1 || bootstrap.world > max_world || bootstrap.rank < 0 || bootstrap.rank >= bootstrap.world) {
+        throw Error(StatusCode::invalid_argument, fmt::format("the bootstrap is rank {} of {}, expected a rank below a world of 1 to {}",
+                                                              bootstrap.rank, bootstrap.world, max_world));
+    }
+    if (!bootstrap.transport) bootstrap.transport = make_bootstrap_transport(bootstrap);
+
+    // First what the ranks were asked for, before anything is built on it; then whether all of them could build it.
+    const BackendEntry* entry = nullptr;
+    std::exception_ptr failure;
+    Agreement agreement("context creation");
+    try {
+        validate(shape);
+        validate(options, shape, bootstrap.world);
+        entry = &find_backend(options.backend);
+        describe(agreement, shape, options, entry->name);
+    } catch (const Error&) {
+        failure = std::current_exception();
+    }
+    agreed_step(bootstrap, agreement, [&] {
+        if (failure) std::rethrow_exception(failure);
+    });
+    std::shared_ptr<ContextState> state;
+    agreed_step(bootstrap, Agreement("context creation"), [&] {
+        state = std::make_shared<ContextState>(shape, bootstrap, options, *entry);
+        if (options.tail && !state->planner.allowed(*options.tail, 0)) {
+            throw Error(StatusCode::unsupported, fmt::format("tail {} cannot run: {}", name(*options.tail), state->planner.refusal(*options.tail, 0)));
+        }
+    });
+    return Context(std::move(state));
+}
+
+Layer Context::add_layer(std::int64_t id, const WeightView& up_projection, const void* gamma) {
+    if (state_->sealed) throw Error(StatusCode::unsupported, fmt::format("layer {}: the context is sealed already", id));
+    for (const ContextState::LayerEntry& layer : state_->layers) {
+        if (layer.id == id) throw Error(StatusCode::invalid_argument, fmt::format("layer {} was added already", id));
+    }
+    try {
+        validate(up_projection, state_->shape, state_->bootstrap.world, gamma);
+        state_->layers.push_back({id, state_->backend->pack(up_projection, gamma)});
+    } catch (const Error& error) {
+        throw Error(error.code(), fmt::format("layer {}: {}", id, error.what()));
+    }
+    return {state_, state_->layers.size() - 1};
+}
+
+void Context::seal() {
+    if (state_->sealed) throw Error(StatusCode::unsupported, "the context is sealed already");
+    Agreement agreement("seal");
+    agreement.field("number of layers", fmt::format("{}", state_->layers.size()));
+    for (std::size_t index = 0; index < state_->layers.size(); ++index) {
+        agreement.field(fmt::format("id of layer {} in order", index), fmt::format("{}", state_->layers[index].id));
+    }
+    agreement.confirm(state_->bootstrap);
+    for (ContextState::LayerEntry& layer : state_->layers) state_->backend->gather_whole(*layer.packed);
+    state_->sealed = true;
+}
+
+const Shape& Context::shape() const noexcept { return state_->shape; }
+const Options& Context::options() const noexcept { return state_->options; }
+const std::string& Context::backend() const noexcept { return state_->backend->name(); }
+int Context::rank() const noexcept { return state_->bootstrap.rank; }
+int Context::world() const noexcept { return state_->bootstrap.world; }
+std::size_t Context::layer_count() const noexcept { return state_->layers.size(); }
+
+Layer Context::layer(std::size_t index) const {
+    if (index >= state_->layers.size()) {
+        throw Error(StatusCode::invalid_argument, fmt::format("layer index is {}, expected below {}", index, state_->layers.size()));
+    }
+    return {state_, index};
+}
+
+Plan Context::plan(std::int64_t tokens) const { return state_->planner.plan(tokens); }
+TokenRange Context::own_tokens(std::int64_t tokens, int rank) const noexcept { return state_->own_tokens(tokens, rank); }
+
+std::size_t Context::weight_bytes() const noexcept {
+    std::size_t bytes = 0;
+    for (const ContextState::LayerEntry& layer : state_->layers) bytes += layer.packed->bytes();
+    return bytes;
+}
+
+std::size_t Context::workspace_bytes() const noexcept { return state_->backend->workspace_bytes(); }
+std::optional<Fault> Context::poll_fault() const { return state_->fault(); }
+void Context::abort(const std::string& reason) { state_->abort(reason); }
+
+void Context::suspend() {
+    Agreement("suspend").confirm(state_->bootstrap, state_->suspended ? "the context is suspended already" : "");
+    state_->backend->release_workspace();
+    state_->suspended = true;
+}
+
+void Context::resume() {
+    agreed_step(state_->bootstrap, Agreement("resume"), [&] {
+        if (!state_->suspended) throw Error(StatusCode::unsupported, "the context is not suspended");
+        state_->backend->acquire_workspace();
+    });
+    state_->suspended = false;
+}
+
+std::int64_t Layer::id() const noexcept { return state_->layers[index_].id; }
+
+namespace {
+
+TailCall checked_call(const ContextState& state, const PackedLayer& layer, const TailInput& input, const Rows& out) {
+    const Shape& shape = state.shape;
+    const Dtype dtype = shape.activations;
+    if (input.tokens < 0 || input.tokens > state.options.max_tokens) {
+        throw Error(StatusCode::invalid_argument,
+                    fmt::format("tokens is {}, expected 0 to max_tokens {}", input.tokens, state.options.max_tokens));
+    }
+    const bool own_rows_only = state.options.sequence_parallel;
+    const std::int64_t out_rows = own_rows_only ? state.own_tokens(input.tokens, state.bootstrap.rank).count : input.tokens;
+    TailCall call{.shape = shape,
+                  .rank = state.bootstrap.rank,
+                  .world = state.bootstrap.world,
+                  .tokens = input.tokens,
+                  .routed = const_matrix("routed", input.routed, input.tokens, shape.latent, dtype),
+                  .shared = {},
+                  .prefix = {},
+                  .out = matrix("out", out, out_rows, shape.hidden, dtype),
+                  .shared_state = state.options.shared,
+                  .consume_shared = input.consume_shared,
+                  .stop_before_gather = own_rows_only && state.bootstrap.world > 1,
+                  .layer = layer};
+    if (state.options.shared == SharedState::absent) {
+        if (input.shared.data != nullptr) throw Error(StatusCode::invalid_argument, "shared is given, but the options say it is absent");
+    } else {
+        call.shared = const_matrix("shared", input.shared, input.tokens, shape.hidden, dtype);
+    }
+    if (input.prefix.data != nullptr) call.prefix = const_matrix("prefix", input.prefix, out_rows, shape.hidden, dtype);
+    require_no_overlap("routed", call.routed, call.out, false);
+    require_no_overlap("shared", call.shared, call.out, !call.stop_before_gather);
+    require_no_overlap("prefix", call.prefix, call.out, true);
+    return call;
+}
+
+Status run_tail(ContextState& state, std::size_t index, std::optional<Tail> asked, const TailInput& input, const Rows& out,
+                Stream stream) noexcept {
+    const ContextState::LayerEntry& layer = state.layers[index];
+    CallIdentity identity{.tokens = input.tokens, .layer = layer.id};
+    return state.call(identity, stream, [&](auto begin) {
+        const TailCall call = checked_call(state, *layer.packed, input, out);
+        const std::optional<Tail> tail = asked ? asked : state.planner.choose(input.tokens);
+        if (!tail) throw Error(StatusCode::unsupported, fmt::format("no tail can run {} tokens", input.tokens));
+        if (!state.planner.allowed(*tail, input.tokens)) {
+            throw Error(StatusCode::unsupported,
+                        fmt::format("tail {} cannot run {} tokens: {}", name(*tail), input.tokens, state.planner.refusal(*tail, input.tokens)));
+        }
+        identity.tail = *tail;
+        begin();
+        const Schedule schedule = portable_schedule(*tail);
+        if (schedule != nullptr) {
+            schedule(*state.backend, call);
+        } else {
+            state.backend->fused_tail(call);
+        }
+        state.backend->end_call(call.stop_before_gather ? ConstMatrix{} : ConstMatrix(call.out));
+    });
+}
+
+}  // namespace
+
+Status Layer::run(const TailInput& input, Rows out, Stream stream) const noexcept {
+    return run_tail(*state_, index_, std::nullopt, input, out, stream);
+}
+
+Status Layer::run(Tail tail, const TailInput& input, Rows out, Stream stream) const noexcept {
+    return run_tail(*state_, index_, tail, input, out, stream);
+}
+
+Status Context::all_reduce_rms_norm(ConstRows x, const void* gamma, Rows y, std::int64_t tokens, Stream stream) const noexcept {
+    ContextState& state = *state_;
+    CallIdentity identity{.tokens = tokens, .is_tail = false};
+    return state.call(identity, stream, [&](auto begin) {
+        if (tokens < 0 || tokens > state.options.max_tokens) {
+            throw Error(StatusCode::invalid_argument, fmt::format("tokens is {}, expected 0 to max_tokens {}", tokens, state.options.max_tokens));
+        }
+        const ConstMatrix in = const_matrix("x", x, tokens, state.shape.latent, state.shape.activations);
+        const Matrix out = matrix("y", y, tokens, state.shape.latent, state.shape.activations);
+        if ((state.shape.norm == Norm::rms) != (gamma != nullptr)) {
+            throw Error(StatusCode::invalid_argument, gamma == nullptr ? "gamma is null, expected the norm's weights"
+                                                                       : "gamma is given, but the shape has no norm");
+        }
+        require_no_overlap("x", in, out, true);
+        begin();
+        std::int64_t block = 0;
+        for (std::int64_t first = 0; first < tokens || block == 0; first += state.backend->block_tokens()) {
+            const std::int64_t count = std::min(state.backend->block_tokens(), tokens - first);
+            state.backend->begin_block(block++);
+            state.backend->main().all_reduce_norm(Step::reduce_latent, in.row_range(first, count), gamma, out.row_range(first, count));
+        }
+        state.backend->end_call(out);
+    });
+}
+
+Status Context::accumulate_projection(ConstRows a, const Layer& layer, Rows c_slice, std::int64_t tokens, Stream stream) const noexcept {
+    ContextState& state = *state_;
+    CallIdentity identity{.tokens = tokens, .layer = layer.id(), .is_tail = false};
+    return state.call(identity, stream, [&](auto begin) {
+        if (layer.state_.get() != state_.get()) throw Error(StatusCode::invalid_argument, "the layer belongs to another context");
+        if (state.shape.hidden % state.bootstrap.world != 0) {
+            throw Error(StatusCode::unsupported, fmt::format("hidden {} is not divisible by {} ranks, so no rank owns a column slice",
+                                                             state.shape.hidden, state.bootstrap.world));
+        }
+        if (tokens < 0 || tokens > state.options.max_tokens) {
+            throw Error(StatusCode::invalid_argument, fmt::format("tokens is {}, expected 0 to max_tokens {}", tokens, state.options.max_tokens));
+        }
+        const std::int64_t columns = state.shape.hidden / state.bootstrap.world;
+        const ConstMatrix in = const_matrix("a", a, tokens, state.shape.latent, state.shape.activations);
+        const Matrix out = matrix("c_slice", c_slice, tokens, columns, state.shape.activations);
+        require_no_overlap("a", in, out, false);
+        begin();
+        for (std::int64_t first = 0; first < tokens; first += state.backend->block_tokens()) {
+            const std::int64_t count = std::min(state.backend->block_tokens(), tokens - first);
+            const Matrix part = out.row_range(first, count);
+            state.backend->main().project(in.row_range(first, count), *state.layers[layer.index_].packed, WeightPart::shard, {part, {}}, part);
+        }
+        state.backend->end_call({});
+    });
+}
+
+}  // namespace latent_moe

@@ -1,0 +1,81 @@
+#include "core/numeric.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace latent_moe {
+namespace {
+
+std::array<float, 256> make_e4m3_table() {
+    std::array<float, 256> table{};
+    for (unsigned bits = 0; bits < 256; ++bits) {
+        const unsigned exponent = (bits >> 3) & 15U;
+        const auto mantissa = static_cast<float>(bits & 7U);
+        float magnitude = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8.0F + mantissa, static_cast<int>(exponent) - 10);
+        if ((bits & 0x7FU) == 0x7FU) magnitude = std::numeric_limits<float>::quiet_NaN();
+        table[bits] = (bits & 0x80U) != 0 ? -magnitude : magnitude;
+    }
+    return table;
+}
+
+}  // namespace
+
+float float_from_e4m3(std::uint8_t bits) noexcept {
+    static const std::array<float, 256> table = make_e4m3_table();
+    return table[bits];
+}
+
+void widen(const void* source, Dtype dtype, float* destination, std::int64_t count) noexcept {
+    switch (dtype) {
+        case Dtype::bf16: {
+            const auto* from = static_cast<const std::uint16_t*>(source);
+#pragma omp simd
+            for (std::int64_t i = 0; i < count; ++i) destination[i] = float_from_bf16(from[i]);
+            return;
+        }
+        case Dtype::f16: {
+            const auto* from = static_cast<const std::uint16_t*>(source);
+#pragma omp simd
+            for (std::int64_t i = 0; i < count; ++i) destination[i] = float_from_f16(from[i]);
+            return;
+        }
+        case Dtype::f32: std::memcpy(destination, source, static_cast<std::size_t>(count) * sizeof(float)); return;
+        case Dtype::e4m3: {
+            const auto* from = static_cast<const std::uint8_t*>(source);
+            for (std::int64_t i = 0; i < count; ++i) destination[i] = float_from_e4m3(from[i]);
+            return;
+        }
+    }
+}
+
+void narrow(const float* source, Dtype dtype, void* destination, std::int64_t count) noexcept {
+    if (dtype == Dtype::f32) {
+        std::memcpy(destination, source, static_cast<std::size_t>(count) * sizeof(float));
+        return;
+    }
+    auto* to = static_cast<std::uint16_t*>(destination);
+    if (dtype == Dtype::bf16) {
+#pragma omp simd
+        for (std::int64_t i = 0; i < count; ++i) to[i] = bf16_from_float(source[i]);
+    } else {
+#pragma omp simd
+        for (std::int64_t i = 0; i < count; ++i) to[i] = f16_from_float(source[i]);
+    }
+}
+
+float load_element(const void* source, Dtype dtype, std::int64_t index) noexcept {
+    float value = 0;
+    widen(static_cast<const std::byte*>(source) + index * static_cast<std::int64_t>(bytes_of(dtype)), dtype, &value, 1);
+    return value;
+}
+
+float round_to(Dtype dtype, float value) noexcept {
+    switch (dtype) {
+        case Dtype::bf16: return float_from_bf16(bf16_from_float(value));
+        case Dtype::f16: return float_from_f16(f16_from_float(value));
+        default: return value;
+    }
+}
+
+}  // namespace latent_moe

@@ -1,0 +1,109 @@
+#include "core/planner.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/cost_model.h"
+
+namespace latent_moe {
+namespace {
+
+constexpr Tail tail_at(int index) noexcept { return static_cast<Tail>(index); }
+
+/// Tails in which a rank multiplies by its own rows of W_up only.
+constexpr bool splits_columns(Tail tail) noexcept { return tail == Tail::column_parallel || tail == Tail::fused; }
+
+}  // namespace
+
+Planner::Planner(const Shape& shape, int world, const Options& options, Capabilities capabilities)
+    : shape_(shape), world_(world), options_(options), capabilities_(std::move(capabilities)) {}
+
+Planner::Gate Planner::gate(Tail tail, std::int64_t tokens) const noexcept {
+    if (options_.tail && *options_.tail != tail) return Gate::other_tail_asked;
+    if (tokens > options_.max_tokens) return Gate::max_tokens;
+    if (tokens > options_.tail_token_limit[static_cast<std::size_t>(tail)]) return Gate::token_limit;
+    if (world_ == 1 && tail != Tail::replicated) return Gate::one_rank;
+    if (options_.sequence_parallel && world_ > 1 && tail != Tail::token_parallel) return Gate::sequence_parallel;
+    if (tail == Tail::late_reduce && shape_.norm != Norm::none) return Gate::norm;
+    if (splits_columns(tail) && shape_.hidden % world_ != 0) return Gate::indivisible_columns;
+    if (tail == Tail::overlap && options_.shared == SharedState::absent) return Gate::no_shared;
+    if ((tail == Tail::overlap || tail == Tail::column_parallel || tail == Tail::late_reduce) && options_.shared == SharedState::reduced) {
+        return Gate::shared_reduced;
+    }
+    if (tail == Tail::fused && !capabilities_.fused) return Gate::fused_kernel;
+    if (tail == Tail::fused && tokens > options_.capacity_tokens) return Gate::capacity;
+    if (tail == Tail::overlap && !capabilities_.concurrent_lanes) return Gate::lanes;
+    if (!splits_columns(tail) && world_ > 1 && !capabilities_.whole_weights) return Gate::whole_weights;
+    return Gate::open;
+}
+
+std::string Planner::refusal(Tail tail, std::int64_t tokens) const {
+    switch (gate(tail, tokens)) {
+        case Gate::open: return {};
+        case Gate::one_rank: return "there is one rank, so nothing to exchange: replicated is the whole job";
+        case Gate::no_shared: return "there is no shared partial whose reduction could overlap";
+        case Gate::shared_reduced:
+            return tail == Tail::overlap ? "the shared partial is already reduced, so there is nothing to overlap"
+                                         : "the shared partial is already reduced, and this tail would sum it over the ranks again";
+        case Gate::indivisible_columns:
+            return fmt::format("hidden {} is not divisible by {} ranks, so the rows of W_up cannot be split evenly", shape_.hidden, world_);
+        case Gate::norm: return "the norm needs the summed latent before the projection";
+        case Gate::capacity: return fmt::format("{} tokens exceed the capacity of {} tokens", tokens, options_.capacity_tokens);
+        case Gate::max_tokens: return fmt::format("{} tokens exceed max_tokens {}", tokens, options_.max_tokens);
+        case Gate::whole_weights:
+            return fmt::format("it needs the whole W_up on every rank ({:.1f} MB a layer instead of {:.1f}); keep_whole_weights is off",
+                               static_cast<double>(shape_.hidden * shape_.latent) * capabilities_.weight_element_bytes / 1e6,
+                               static_cast<double>(shape_.hidden * shape_.latent) * capabilities_.weight_element_bytes / 1e6 / world_);
+        case Gate::lanes: return capabilities_.concurrent_lanes_reason;
+        case Gate::fused_kernel: return capabilities_.fused_reason;
+        case Gate::sequence_parallel: return "a sequence-parallel caller wants its own tokens only: token_parallel stops before the gather";
+        case Gate::other_tail_asked: return fmt::format("the options ask for {} only", name(*options_.tail));
+        case Gate::token_limit:
+            return fmt::format("{} tokens exceed the limit of {} tokens that the options set for it", tokens,
+                               options_.tail_token_limit[static_cast<std::size_t>(tail)]);
+    }
+    return "unknown";
+}
+
+double Planner::cost_us(Tail tail, std::int64_t tokens) const {
+    return expected_us(work_of(tail, shape_, world_, tokens, options_.shared, capabilities_.weight_element_bytes),
+                       capabilities_.machine);
+}
+
+std::optional<Tail> Planner::choose(std::int64_t tokens) const noexcept {
+    std::optional<Tail> best;
+    double best_us = 0;
+    for (int index = 0; index < tail_count; ++index) {
+        const Tail tail = tail_at(index);
+        if (!allowed(tail, tokens)) continue;
+        const double us = cost_us(tail, tokens);
+        if (!best || us < best_us) {
+            best = tail;
+            best_us = us;
+        }
+    }
+    return best;
+}
+
+Plan Planner::plan(std::int64_t tokens) const {
+    Plan plan{.tokens = tokens, .source = fmt::format("cost model with the constants of {}", capabilities_.machine.description)};
+    for (int index = 0; index < tail_count; ++index) {
+        const Tail tail = tail_at(index);
+        if (allowed(tail, tokens)) {
+            plan.candidates.push_back({tail, cost_us(tail, tokens)});
+        } else {
+            plan.refused.push_back({tail, refusal(tail, tokens)});
+        }
+    }
+    std::stable_sort(plan.candidates.begin(), plan.candidates.end(),
+                     [](const Candidate& left, const Candidate& right) { return left.expected_us < right.expected_us; });
+    if (!plan.candidates.empty()) {
+        plan.tail = plan.candidates.front().tail;
+        plan.expected_us = plan.candidates.front().expected_us;
+    }
+    return plan;
+}
+
+}  // namespace latent_moe

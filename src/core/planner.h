@@ -1,0 +1,66 @@
+// Gates, then costs: which tail runs.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "core/machine.h"
+#include "latent_moe/options.h"
+#include "latent_moe/plan.h"
+#include "latent_moe/shape.h"
+
+namespace latent_moe {
+
+/// What a backend can do, as far as the choice of a tail depends on it.
+struct Capabilities {
+    Machine machine;
+    double weight_element_bytes = 2;
+    bool concurrent_lanes = true;       ///< two collectives may be under way at once
+    std::string concurrent_lanes_reason;///< why not
+    bool fused = false;
+    std::string fused_reason = "this backend has no fused kernel";
+    bool whole_weights = false;         ///< the whole W_up is on every rank
+};
+
+class Planner {
+public:
+    Planner(const Shape& shape, int world, const Options& options, Capabilities capabilities);
+
+    /// The tail for a call of `tokens` tokens; nothing if none can run. Does not allocate.
+    std::optional<Tail> choose(std::int64_t tokens) const noexcept;
+    /// Whether this tail may run at all for so many tokens.
+    bool allowed(Tail tail, std::int64_t tokens) const noexcept { return gate(tail, tokens) == Gate::open; }
+    /// Why it may not; empty if it may.
+    std::string refusal(Tail tail, std::int64_t tokens) const;
+
+    Plan plan(std::int64_t tokens) const;
+
+private:
+    enum class Gate : std::uint8_t {
+        open,
+        one_rank,
+        no_shared,
+        shared_reduced,
+        indivisible_columns,
+        norm,
+        capacity,
+        max_tokens,
+        whole_weights,
+        lanes,
+        fused_kernel,
+        sequence_parallel,
+        other_tail_asked,
+        token_limit,
+    };
+
+    Gate gate(Tail tail, std::int64_t tokens) const noexcept;
+    double cost_us(Tail tail, std::int64_t tokens) const;
+
+    Shape shape_;
+    int world_;
+    Options options_;
+    Capabilities capabilities_;
+};
+
+}  // namespace latent_moe

@@ -1,0 +1,126 @@
+// What a schedule may ask of the machine. A schedule is written once over this; CPU and GPU backends implement it.
+//
+// Sums over ranks run in rank order, in float32, and are rounded to the output's dtype once, on every backend.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "comm/transport.h"
+#include "core/function_ref.h"
+#include "core/matrix.h"
+#include "core/planner.h"
+#include "latent_moe/context.h"
+
+namespace latent_moe {
+
+/// A layer's weights and γ as a backend keeps them.
+class PackedLayer {
+public:
+    virtual ~PackedLayer() = default;
+    virtual std::size_t bytes() const noexcept = 0;
+};
+
+enum class WeightPart : std::uint8_t {
+    shard,  ///< the rank's own rows: its columns of the output
+    whole,
+};
+
+/// out = T(addend + routed_scale · x·Wᵀ), then, where there is a prefix, out = T(out + prefix). An absent addend is zero.
+struct Epilogue {
+    ConstMatrix addend;  ///< may be `out` itself
+    ConstMatrix prefix;  ///< may be `out` itself where the addend is not
+};
+
+/// Which of a backend's scratch matrices.
+enum class Scratch : std::uint8_t {
+    latent,   ///< [rows, latent]
+    product,  ///< [rows, hidden]
+    shared,   ///< [rows, hidden]
+};
+
+/// One ordered sequence of operations. An operation is enqueued or done; the next one of the lane sees its results.
+/// The collectives are collective over the ranks: same lane, same order, same sizes.
+class Lane {
+public:
+    virtual ~Lane() = default;
+
+    /// out = T(Σ_ranks in), then out = T(out + prefix) where there is one; the same bits on every rank. `out` may be `in`.
+    virtual void all_reduce(Step step, const ConstMatrix& in, const Matrix& out, const ConstMatrix& prefix) = 0;
+    /// out = norm(T(Σ_ranks in)) with the context's norm. `out` may be `in`.
+    virtual void all_reduce_norm(Step step, const ConstMatrix& in, const void* gamma, const Matrix& out) = 0;
+    /// This rank's rows of T(Σ_ranks in): `own[r]` are the rows of `in` that rank r owns. `out` may be those rows of `in`.
+    virtual void reduce_scatter(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out) = 0;
+    /// The same, through the norm.
+    virtual void reduce_scatter_norm(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const void* gamma,
+                                     const Matrix& out) = 0;
+    /// Rows `own[r]` of `out` come from rank r's `in`. `in` may be this rank's rows of `out`.
+    virtual void all_gather(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out) = 0;
+
+    virtual void project(const ConstMatrix& x, const PackedLayer& layer, WeightPart part, const Epilogue& epilogue,
+                         const Matrix& out) = 0;
+    /// out = T(a + b), then T(out + prefix) where there is one. `out` may be any of the inputs.
+    virtual void add(const ConstMatrix& a, const ConstMatrix& b, const ConstMatrix& prefix, const Matrix& out) = 0;
+    virtual void copy(const ConstMatrix& in, const Matrix& out) = 0;
+    virtual void fill_zero(const Matrix& out) = 0;
+};
+
+/// What a call is, for the headers of its exchanges and for faults.
+struct CallIdentity {
+    std::uint64_t call = 0;
+    std::int64_t tokens = 0;
+    std::int64_t layer = -1;
+    Tail tail = Tail::replicated;
+    bool is_tail = true;
+};
+
+struct TailCall;
+
+class Backend {
+public:
+    virtual ~Backend() = default;
+
+    virtual const std::string& name() const noexcept = 0;
+    virtual Capabilities capabilities() const = 0;
+
+    // Layers.
+    virtual std::unique_ptr<PackedLayer> pack(const WeightView& up_projection, const void* gamma) = 0;
+    /// The γ of a layer where this backend's kernels can read it.
+    virtual const void* gamma(const PackedLayer& layer) const noexcept = 0;
+    /// Collective: gives every rank the whole W_up of a layer that was packed from a shard. Nothing if it is there already.
+    virtual void gather_whole(PackedLayer& layer) = 0;
+
+    // Workspace. Schedules cut a call in blocks of at most this many tokens, so its size does not depend on the call's.
+    virtual std::int64_t block_tokens() const noexcept = 0;
+    virtual void acquire_workspace() = 0;
+    virtual void release_workspace() noexcept = 0;
+    virtual std::size_t workspace_bytes() const noexcept = 0;
+    /// At most `block_tokens()` rows.
+    virtual Matrix scratch(Scratch which, std::int64_t rows) = 0;
+
+    // Calls.
+    virtual void begin_call(const CallIdentity& identity, Stream stream) = 0;
+    /// `out` is what every rank holds now (absent where ranks hold different rows): its digest goes out with the next call.
+    virtual void end_call(const ConstMatrix& out) = 0;
+    /// Leaves nothing running of a call that failed between `begin_call` and `end_call`.
+    virtual void end_after_failure() noexcept = 0;
+    virtual void begin_block(std::int64_t block) = 0;
+
+    virtual Lane& main() = 0;
+    /// Starts `side_work` on a second lane, ordered after everything on the main lane so far. `side_work` must live until `join`.
+    virtual void fork(FunctionRef<void(Lane& side)> side_work) = 0;
+    /// Orders the main lane after the side lane; rethrows what the side work threw.
+    virtual void join() = 0;
+
+    /// The `fused` tail, which is a backend's own; called only where `Capabilities::fused`.
+    virtual void fused_tail(const TailCall& call) = 0;
+
+    /// The first fault that the device or a peer reported, if any. Never blocks.
+    virtual Status poll_fault() noexcept = 0;
+    virtual void abort(const std::string& reason) noexcept = 0;
+};
+
+}  // namespace latent_moe
