@@ -9,10 +9,10 @@
 #include <system_error>
 #include <utility>
 
+#include "core/numeric.h"
 #include "io/checkpoint_index.h"
 #include "io/mapped_file.h"
 #include "io/report.h"
-#include "io/widen.h"
 
 namespace latent_moe::io {
 namespace {
@@ -62,14 +62,25 @@ Matrix read_up_projection(const TensorView& tensor, std::string_view file) {
     return as_matrix(tensor, file);
 }
 
+void check_is_wide(const TensorView& tensor, std::string_view file) {
+    if (tensor.dtype == Dtype::e4m3) refuse_tensor(file, tensor.name, "has dtype F8_E4M3, expected BF16, F16 or F32");
+}
+
 Matrix read_gamma(const TensorView& tensor, std::string_view file, std::int64_t latent) {
     if (tensor.shape.size() != 1 || tensor.shape.front() != latent) {
         refuse_tensor(
             file, tensor.name,
             fmt::format("has the shape {}, expected [{}], the up-projection's columns", shape_text(tensor.shape), latent));
     }
-    if (tensor.dtype == Dtype::e4m3) refuse_tensor(file, tensor.name, "has dtype F8_E4M3, expected BF16, F16 or F32");
+    check_is_wide(tensor, file);
     return as_matrix(tensor, file);
+}
+
+std::vector<float> to_floats(const Matrix& tensor) {
+    const std::vector<std::byte> aligned(tensor.bytes.begin(), tensor.bytes.end());  // the mapped ones may not be
+    std::vector<float> values(static_cast<std::size_t>(tensor.rows * tensor.columns));
+    widen(aligned.data(), tensor.dtype, values.data(), tensor.rows * tensor.columns);
+    return values;
 }
 
 bool is_scalar(const TensorView& tensor) {
@@ -139,7 +150,7 @@ void Checkpoint::read_file(const fs::path& file) {
 void Checkpoint::add_tensor(const std::string& tensor, const fs::path& file) {
     if (!recognise_latent_tensor(tensor)) return;
     const auto [earlier, is_new] = file_of_.emplace(tensor, file);
-    if (!is_new) refuse_tensor(file.string(), tensor, fmt::format("is also in {}", earlier->second.string()));
+    if (!is_new) refuse_tensor(file.string(), tensor, fmt::format("is also in {}", quote(earlier->second.string())));
 }
 
 void Checkpoint::collect_layers() {
@@ -200,7 +211,8 @@ void Checkpoint::read_scale(CheckpointLayer& layer, const Located& scale) const 
                       fmt::format("has the shape {}, expected [], [1], [{}] or [{}, 1]", shape_text(tensor.shape),
                                   layer.hidden(), layer.hidden()));
     }
-    std::vector<float> values = to_floats(as_matrix(tensor, scale.file), scale.file);
+    check_is_wide(tensor, scale.file);
+    std::vector<float> values = to_floats(as_matrix(tensor, scale.file));
     if (!std::ranges::all_of(values, [](float value) { return std::isfinite(value); })) {
         refuse_tensor(scale.file, tensor.name, "has a value that is not finite");
     }
