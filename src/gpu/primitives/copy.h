@@ -27,7 +27,7 @@ LATENT_MOE_DEVICE void store16(void* to, uint4 v) {
 /// For data that is read once: leaves the caches to others. Never for memory that anybody writes during the kernel.
 LATENT_MOE_DEVICE uint4 load16_once(const void* from) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::evict_first.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(from));
     return v;
@@ -132,6 +132,11 @@ LATENT_MOE_DEVICE void store_async(std::uint32_t remote, float4 v, std::uint32_t
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
                  "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w)),
                  "r"(remote_bar)
+                 : "memory");
+}
+LATENT_MOE_DEVICE void store_async(std::uint32_t remote, float2 v, std::uint32_t remote_bar) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(remote),
+                 "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(remote_bar)
                  : "memory");
 }
 }  // namespace cluster

@@ -1,0 +1,516 @@
+// C[M, N] = addend + s · A[M, K] · Wᵀ for M up to 64: a stream of weights with a little arithmetic.
+//
+// Hopper: a cluster owns 128 (or 64) rows of W, its CTAs split K between them.
+//
+//     weight warp   W blocks ── bulk copies, a few in flight ──▶ ring in shared memory        starts before the predecessor
+//     has ended math warps    A's columns of the CTA's K part ── cp.async ──▶ shared memory             after it has ended
+//                   wgmma, block by block as they land: W rows × tokens, float32
+//     all CTAs      8-row pieces of the partial product ── st.async, data and signal in one ──▶ the CTA that finishes those
+//     rows,
+//                   which adds the parts in the order of K, scales, adds the addend and the prefix ──▶ C
+//
+// Everywhere else: a CTA owns 32 rows, its eight warps split K, operands go straight from global memory to mma.sync.
+//
+// No thread waits for another cluster, so any number of CTAs is right. The sums' order is fixed by (N, K) and by the token
+// class (up to 8, 16, 32, 64): no atomics, the same bits on every run.
+#include <algorithm>
+
+#include "gpu/kernels/kernels.h"
+#include "gpu/kernels/packed_layout.h"
+#include "gpu/kernels/rows.h"
+#include "gpu/primitives/copy.h"
+#include "gpu/primitives/launch.h"
+#include "gpu/primitives/mma.h"
+#include "gpu/primitives/numeric.h"
+
+namespace latent_moe::gpu {
+namespace {
+
+struct Params {
+    UnitRows a, addend, prefix, c;
+    const char* packed;
+    PackedLayout layout;
+    const float* column_scales;
+    float scale;
+    int tokens;
+    int ring;       ///< Hopper: weight blocks that shared memory holds
+    int in_flight;  ///< Hopper: bulk copies in flight
+    int panel;      ///< Hopper: blocks of A that shared memory holds
+    bool release;
+};
+
+/// Two neighbouring columns of C, from their finished float32 sums.
+template <Dtype dtype>
+LATENT_MOE_DEVICE void finish(const Params& p, int token, std::int64_t n, float (&sum)[2], std::uint32_t addend) {
+    using E = Element<dtype>;
+    const auto word = [&](const UnitRows& rows) {
+        return reinterpret_cast<std::uint32_t*>(rows.data + token * rows.stride) + n / 2;
+    };
+    float term[2] = {};
+    if (p.addend.data) E::unpack(addend, term);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float scale = p.column_scales ? p.scale * p.column_scales[n + i] : p.scale;
+        sum[i] = fmaf(scale, sum[i], term[i]);
+    }
+    std::uint32_t result = E::pack(sum);
+    if (p.prefix.data) {
+        E::unpack(result, sum), E::unpack(*word(p.prefix), term);
+        sum[0] += term[0], sum[1] += term[1];
+        result = E::pack(sum);
+    }
+    *word(p.c) = result;
+}
+
+template <Dtype dtype>
+LATENT_MOE_DEVICE std::uint32_t addend_at(const Params& p, int token, std::int64_t n) {
+    return p.addend.data ? reinterpret_cast<const std::uint32_t*>(p.addend.data + token * p.addend.stride)[n / 2] : 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------- Hopper
+
+constexpr int max_ring = 24;
+constexpr int barrier_bytes = (2 * max_ring + 1) * 8;
+/// Of shared memory: leaves room for a neighbouring kernel's reserved kilobyte, so that both can be resident.
+constexpr int hopper_shared_bytes = 231'424;
+
+/// What a CTA of the Hopper kernel works on.
+template <int tokens_, int rows_>
+struct Tile {
+    static constexpr int tokens = tokens_;  ///< token columns of the product: 8, 16, 32 or 64
+    static constexpr int rows = rows_;      ///< rows of W: 64 or 128
+
+    static constexpr int math_threads = rows * 2;
+    static constexpr int threads = math_threads + 32;
+    static constexpr int weight_bytes = rows * PackedLayout::row_bytes;   ///< of one block
+    static constexpr int token_bytes = tokens * PackedLayout::row_bytes;  ///< of one block
+    static constexpr int parts_bytes = rows * tokens * 4;                 ///< what a CTA receives, whatever the split
+    static constexpr int chains = tokens == 64 ? 2 : 4;                   ///< of wgmma, added at the end
+
+    static int panel_for(int blocks) { return std::min(blocks, 128 * 1024 / token_bytes); }
+    static int ring_for(int panel) {
+        const int left = hopper_shared_bytes - 1024 - panel * token_bytes - parts_bytes - barrier_bytes;
+        return std::min(max_ring, left / weight_bytes);
+    }
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+template <Dtype dtype, class Tile>
+struct Hopper {
+    static constexpr int warps = Tile::math_threads / 32;
+    static constexpr int groups = Tile::rows / 8;  ///< pieces of 8 rows: what is sent and finished as one
+
+    const Params& p;
+    // Shared memory: | ring | panel of A | parts | barriers |, the first two aligned to 1 KB
+    std::uint32_t ring, panel, parts, full, empty, received;
+    int part, split, first, blocks;  ///< this CTA's share of K
+    std::int64_t weight_tile;
+
+    LATENT_MOE_DEVICE Hopper(const Params& params, std::uint32_t shared) : p(params) {
+        ring = (shared + 1023) & ~1023u;
+        panel = ring + p.ring * Tile::weight_bytes;
+        parts = panel + p.panel * Tile::token_bytes;
+        full = parts + Tile::parts_bytes;
+        empty = full + 8 * max_ring;
+        received = empty + 8 * max_ring;
+        asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(split));
+        part = static_cast<int>(cluster::rank());
+        weight_tile = blockIdx.x / split;
+        const int all = static_cast<int>(p.layout.blocks());
+        first = all * part / split;
+        blocks = all * (part + 1) / split - first;
+    }
+
+    LATENT_MOE_DEVICE void stream_weights(int lane) const {
+        constexpr int halves = PackedLayout::tile_rows / Tile::rows;
+        const char* from =
+            p.packed + p.layout.block(weight_tile / halves, first) + weight_tile % halves * Tile::weight_bytes;
+        const auto issue = [&](int block, int place) {
+            mbarrier::expect(full + 8 * place, Tile::weight_bytes);
+            bulk_copy(ring + place * Tile::weight_bytes, from + std::int64_t{block} * PackedLayout::block_bytes,
+                      Tile::weight_bytes, full + 8 * place, evict_first);
+        };
+        if (lane == 0) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {  // the first copies leave before the other barriers are ready
+                mbarrier::init(full + 8 * i, 1);
+                mbarrier::publish_init();
+                if (i < blocks) issue(i, i);
+            }
+#pragma unroll
+            for (int i = 2; i < max_ring; ++i) {
+                if (i < p.ring && i < blocks) mbarrier::init(full + 8 * i, 1);
+            }
+            mbarrier::publish_init();
+        }
+        __syncwarp();
+        cluster::arrive_relaxed();
+        cluster::wait();  // of the other warps' inits: `empty`
+        if (lane != 0) return;
+        for (int block = 2, place = 2 % p.ring, turn = 2 / p.ring; block < blocks; ++block) {
+            if (block == p.ring) {  // what does not fit goes to L2 already
+                for (int i = block; i < std::min(blocks, block + 4); ++i) {
+                    bulk_prefetch(from + std::int64_t{i} * PackedLayout::block_bytes, Tile::weight_bytes);
+                }
+            }
+            if (turn > 0) mbarrier::wait(empty + 8 * place, (turn - 1) & 1);
+            if (const int oldest = block - p.in_flight; oldest >= 0)
+                mbarrier::wait(full + 8 * (oldest % p.ring), oldest / p.ring & 1);
+            issue(block, place);
+            if (++place == p.ring) place = 0, ++turn;
+        }
+    }
+
+    /// A[all tokens, 64 columns of each block of the panel], swizzled like a weight block.
+    LATENT_MOE_DEVICE void load_panel(int begin, int count, int thread) const {
+        const int units = count * 8;
+        for (int i = thread; i < units * p.tokens; i += Tile::math_threads) {
+            const int token = i / units, unit = i % units, block = unit / 8;
+            const std::int64_t column_unit = std::int64_t{first + begin} * 8 + unit;
+            copy16_async(panel + block * Tile::token_bytes + PackedLayout::unit_in_block(token, unit % 8),
+                         p.a.data + token * p.a.stride + column_unit * 16, column_unit * 8 < p.layout.latent);
+        }
+        copies_commit();
+        copies_wait();
+        fence_proxy_async();
+        sync_threads_of(1, Tile::math_threads);
+    }
+
+    /// The partial product of this warp's 16 rows.
+    LATENT_MOE_DEVICE void multiply(float (&sum)[Tile::tokens / 2], int thread, int warp_group) const {
+        float acc[Tile::chains][Tile::tokens / 2] = {};
+        const std::uint64_t weights = swizzled_operand(ring + warp_group * 64 * PackedLayout::row_bytes);
+        const std::uint64_t tokens = swizzled_operand(panel);
+        int place = 0, turn = 0, last_place = -1;
+        for (int begin = 0; begin < blocks; begin += p.panel) {
+            const int count = min(p.panel, blocks - begin);
+            if (begin > 0) sync_threads_of(1, Tile::math_threads);  // nobody reads the old panel any more
+            load_panel(begin, count, thread);
+#pragma unroll 1
+            for (int block = 0; block < count; ++block) {
+                mbarrier::wait(full + 8 * place, turn & 1);
+                const std::uint64_t w = weights + static_cast<std::uint32_t>(place * Tile::weight_bytes >> 4);
+                const std::uint64_t t = tokens + static_cast<std::uint32_t>(block * Tile::token_bytes >> 4);
+                wgmma_begin();
+#pragma unroll
+                for (int step = 0; step < 4; ++step) {
+                    Wgmma<Tile::tokens>::template multiply<dtype>(acc[step % Tile::chains], w + 2 * step, t + 2 * step);
+                }
+                wgmma_commit();
+                wgmma_wait<1>();  // the block before this one has been read
+                if (last_place >= 0 && thread % 32 == 0) mbarrier::arrive(empty + 8 * last_place);
+                last_place = place;
+                if (++place == p.ring) place = 0, ++turn;
+            }
+            wgmma_wait();
+        }
+#pragma unroll
+        for (int i = 0; i < Tile::tokens / 2; ++i) {
+            sum[i] = acc[0][i];
+#pragma unroll
+            for (int chain = 1; chain < Tile::chains; ++chain) sum[i] += acc[chain][i];
+        }
+    }
+
+    // A piece of 8 rows in `parts`, as the lanes of a warp hold it: token pairs (8j + 2t, + 1) of row g = lane / 4, t = lane
+    // % 4. | part 0: piece 0: lane 0: j = 0, 1, …; lane 1 … | piece 1 … | part 1 … |
+    static constexpr int piece_floats = 8 * Tile::tokens;
+    static constexpr int lane_floats = Tile::tokens / 4;
+
+    LATENT_MOE_DEVICE void send(const float (&sum)[Tile::tokens / 2], int thread) const {
+        const int warp = thread / 32, lane = thread % 32, pieces = groups / split;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int group = warp * 2 + half, owner = group / pieces, piece = group % pieces;
+            const std::uint32_t to =
+                cluster::address_at(parts + ((part * pieces + piece) * piece_floats + lane * lane_floats) * 4, owner);
+            const std::uint32_t signal = cluster::address_at(received, owner);
+            if constexpr (Tile::tokens == 8) {
+                cluster::store_async(to, make_float2(sum[2 * half], sum[2 * half + 1]), signal);
+            } else {
+#pragma unroll
+                for (int j = 0; j < Tile::tokens / 8; j += 2) {
+                    cluster::store_async(to + j * 8,
+                                         make_float4(sum[4 * j + 2 * half], sum[4 * j + 2 * half + 1],
+                                                     sum[4 * j + 4 + 2 * half], sum[4 * j + 5 + 2 * half]),
+                                         signal);
+                }
+            }
+        }
+    }
+
+    LATENT_MOE_DEVICE void finish_rows(const float* shared_parts, int thread) const {
+        const int pieces = groups / split, pairs = pieces * 4;
+        const std::int64_t n0 = weight_tile * Tile::rows + part * pieces * 8;
+        const int items = pairs * p.tokens;
+        // The first addend is on its way while the parts are.
+        const auto at = [&](int i) { return std::pair{i / pairs, n0 + i % pairs * 2}; };
+        const auto wanted = [&](int i) { return i < items && n0 + i % pairs * 2 < p.layout.rows; };
+        std::uint32_t addend = 0;
+        if (wanted(thread)) addend = addend_at<dtype>(p, at(thread).first, at(thread).second);
+        mbarrier::wait(received, 0);
+        for (int i = thread; i < items; i += Tile::math_threads) {
+            if (!wanted(i)) continue;
+            const auto [token, n] = at(i);
+            if (i != thread) addend = addend_at<dtype>(p, token, n);
+            const int pair = i % pairs, piece = pair / 4, row = pair % 4 * 2;
+            const float* from =
+                shared_parts + piece * piece_floats + (row * 4 + token % 8 / 2) * lane_floats + token / 8 * 2 + token % 2;
+            float sum[2] = {};
+            for (int part = 0; part < split; ++part) {
+                sum[0] += from[part * pieces * piece_floats];
+                sum[1] += from[part * pieces * piece_floats + 4 * lane_floats];
+            }
+            finish<dtype>(p, token, n, sum, addend);
+        }
+    }
+};
+#endif
+
+template <Dtype dtype, class Tile>
+__global__ void __launch_bounds__(Tile::threads, 1) project_hopper(const __grid_constant__ Params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ unsigned char shared[];
+    const int thread = threadIdx.x,
+              warp = __shfl_sync(0xffffffff, thread / 32, 0);  // uniform: roles and descriptors hang on it
+    using H = Hopper<dtype, Tile>;
+    const H cta(p, shared_address(shared));
+    if (warp == H::warps) return cta.stream_weights(thread % 32);
+
+    if (thread == 0) {
+        mbarrier::init(cta.received, 1);
+        if (cta.blocks > p.ring) {
+#pragma unroll
+            for (int i = 0; i < max_ring; ++i) {
+                if (i < p.ring) mbarrier::init(cta.empty + 8 * i, H::warps);
+            }
+        }
+        mbarrier::publish_init();
+        mbarrier::expect(cta.received, Tile::parts_bytes);
+    }
+    __syncwarp();
+    cluster::arrive_relaxed();
+    dependency_wait();
+    if (p.release) release_dependents();
+    cluster::wait();
+    float sum[Tile::tokens / 2];
+    cta.multiply(sum, thread, warp / 4);
+    cta.send(sum, thread);
+    cta.finish_rows(reinterpret_cast<const float*>(shared + (cta.parts - shared_address(shared))), thread);
+#else
+    __trap();  // the host picks the portable kernel where this one was not built
+#endif
+}
+
+// -------------------------------------------------------------------------------------------------------------- portable
+
+constexpr int portable_rows = 32;
+constexpr int portable_warps = 8;
+
+template <Dtype dtype, int max_tokens>
+__global__ void __launch_bounds__(portable_warps * 32) project_portable(const __grid_constant__ Params p) {
+    extern __shared__ float part_sums[];  // [warp][token][row]
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const std::int64_t n0 = std::int64_t{blockIdx.x} * portable_rows;
+    const int row0 = static_cast<int>(n0 % PackedLayout::tile_rows);
+    const int blocks = static_cast<int>(p.layout.blocks());
+    dependency_wait();
+    if (p.release) release_dependents();
+
+    // The order of k inside a dot product is free as long as both operands agree: lane t takes whole units t and t + 4 of a
+    // block's row, and their words s are the k pairs t and t + 4 of step s.
+    float sum[2][max_tokens / 8][4] = {};
+#pragma unroll 2
+    for (int block = warp; block < blocks; block += portable_warps) {
+        const char* weights = p.packed + p.layout.block(n0 / PackedLayout::tile_rows, block);
+        uint4 w[2][2][2], x[max_tokens / 8][2];
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                w[i / 2][i % 2][u] = load16_once(weights + PackedLayout::unit_in_block(row0 + i * 8 + g, t + 4 * u));
+            }
+            const int column = block * PackedLayout::block_columns + (t + 4 * u) * 8;
+#pragma unroll
+            for (int j = 0; j < max_tokens / 8; ++j) {
+                const int token = j * 8 + g;
+                x[j][u] = token < p.tokens && column < p.layout.latent ? load16(p.a.data + token * p.a.stride + column * 2)
+                                                                       : uint4{};
+            }
+        }
+        const auto word = [](const uint4& v, int s) { return s == 0 ? v.x : s == 1 ? v.y : s == 2 ? v.z : v.w; };
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+#pragma unroll
+                for (int j = 0; j < max_tokens / 8; ++j) {
+                    mma_16x8x16<dtype>(sum[i][j], word(w[i][0][0], s), word(w[i][1][0], s), word(w[i][0][1], s),
+                                       word(w[i][1][1], s), word(x[j][0], s), word(x[j][1], s));
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int j = 0; j < max_tokens / 8; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int row = i * 16 + g + e / 2 * 8, token = j * 8 + 2 * t + e % 2;
+                part_sums[(warp * max_tokens + token) * portable_rows + row] = sum[i][j][e];
+            }
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < p.tokens * portable_rows / 2; i += portable_warps * 32) {
+        const int token = i / (portable_rows / 2), row = i % (portable_rows / 2) * 2;
+        if (n0 + row >= p.layout.rows) continue;
+        float total[2] = {};
+        for (int part = 0; part < portable_warps; ++part) {
+            total[0] += part_sums[(part * max_tokens + token) * portable_rows + row];
+            total[1] += part_sums[(part * max_tokens + token) * portable_rows + row + 1];
+        }
+        finish<dtype>(p, token, n0 + row, total, addend_at<dtype>(p, token, n0 + row));
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------------ host
+
+/// How the Hopper kernel cuts a product; depends on N and K alone.
+struct Cut {
+    int rows;   ///< of W a cluster owns
+    int split;  ///< CTAs of a cluster, each a part of K
+};
+
+Cut cut_for(const PackedLayout& layout) {
+    Cut best{};
+    std::int64_t best_cost = INT64_MAX;
+    for (const int rows : {128, 64}) {
+        for (const int split : {1, 2, 4, 8}) {
+            if (split > layout.blocks()) continue;
+            const std::int64_t ctas = (layout.rows + rows - 1) / rows * split;
+            const std::int64_t resident =
+                split <= 2 ? 132 : 120;  // clusters of 4 and 8 do not fill every corner of the chip
+            const std::int64_t cost = (ctas + resident - 1) / resident * ((layout.blocks() + split - 1) / split) * rows;
+            if (cost < best_cost) best_cost = cost, best = {rows, split};
+        }
+    }
+    return best;
+}
+
+template <Dtype dtype, class Tile>
+cudaError_t launch_hopper(Params p, int split, bool dependent, cudaStream_t stream) {
+    const int blocks = static_cast<int>((p.layout.blocks() + split - 1) / split);
+    p.panel = Tile::panel_for(blocks);
+    p.ring = Tile::ring_for(p.panel);
+    p.in_flight = std::min(p.ring, (Tile::rows == 128 ? 4 : 8));
+    const auto kernel = project_hopper<dtype, Tile>;
+    if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, hopper_shared_bytes);
+        e != cudaSuccess) {
+        return e;
+    }
+    const int tiles = static_cast<int>((p.layout.rows + Tile::rows - 1) / Tile::rows);
+    return launch({.grid = tiles * split,
+                   .block = Tile::threads,
+                   .cluster = split,
+                   .shared_bytes = hopper_shared_bytes,
+                   .dependent = dependent,
+                   .stream = stream},
+                  kernel, p);
+}
+
+template <Dtype dtype, int tokens>
+cudaError_t launch_tokens(const Params& p, bool hopper, bool dependent, cudaStream_t stream) {
+    if (hopper) {
+        const Cut cut = cut_for(p.layout);
+        return cut.rows == 128 ? launch_hopper<dtype, Tile<tokens, 128>>(p, cut.split, dependent, stream)
+                               : launch_hopper<dtype, Tile<tokens, 64>>(p, cut.split, dependent, stream);
+    }
+    const auto kernel = project_portable<dtype, tokens>;
+    constexpr int shared = portable_warps * tokens * portable_rows * 4;
+    if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+        e != cudaSuccess) {
+        return e;
+    }
+    return launch({.grid = static_cast<int>((p.layout.rows + portable_rows - 1) / portable_rows),
+                   .block = portable_warps * 32,
+                   .shared_bytes = shared,
+                   .dependent = dependent,
+                   .stream = stream},
+                  kernel, p);
+}
+
+template <Dtype dtype>
+cudaError_t launch_dtype(const Params& p, bool hopper, bool dependent, cudaStream_t stream) {
+    if (p.tokens <= 8) return launch_tokens<dtype, 8>(p, hopper, dependent, stream);
+    if (p.tokens <= 16) return launch_tokens<dtype, 16>(p, hopper, dependent, stream);
+    if (p.tokens <= 32) return launch_tokens<dtype, 32>(p, hopper, dependent, stream);
+    return launch_tokens<dtype, 64>(p, hopper, dependent, stream);
+}
+
+/// Whether this device runs sm_90a code and this binary has it.
+cudaError_t has_hopper_kernel(bool& answer) {
+    int device = 0, major = 0;
+    cudaFuncAttributes attributes{};
+    if (const cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
+    if (const cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device); e != cudaSuccess)
+        return e;
+    if (const cudaError_t e = cudaFuncGetAttributes(&attributes, project_hopper<Dtype::bf16, Tile<8, 128>>);
+        e != cudaSuccess)
+        return e;
+    answer = major == 9 && attributes.ptxVersion == 90;
+    return cudaSuccess;
+}
+
+__global__ void __launch_bounds__(256) pack(UnitRows w, PackedLayout layout, char* packed) {
+    constexpr int block_units = PackedLayout::block_bytes / 16;
+    const std::int64_t units = layout.bytes() / 16, step = std::int64_t{gridDim.x} * blockDim.x;
+    for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < units; i += step) {
+        const std::int64_t block = i / block_units,
+                           n = block / layout.blocks() * PackedLayout::tile_rows + i % block_units / 8;
+        const std::int64_t k = block % layout.blocks() * PackedLayout::block_columns + i % 8 * 8;
+        uint4 value{};
+        if (n < layout.rows && k < layout.latent) value = load16(w.data + n * w.stride + k * 2);
+        store16(packed + layout.element(n, k), value);
+    }
+}
+
+}  // namespace
+
+cudaError_t pack_weights(const PackWeights& op, cudaStream_t stream) {
+    const UnitRows w = unit_rows(op.w, op.latent, Dtype::bf16);
+    const PackedLayout layout{op.rows, op.latent};
+    if (op.rows <= 0 || op.latent <= 0 || op.latent % 8 != 0 || !w || !op.packed || !aligned(w))
+        return cudaErrorInvalidValue;
+    return launch({.grid = 1056, .block = 256, .stream = stream}, pack, w, layout, static_cast<char*>(op.packed));
+}
+
+cudaError_t skinny_projection(const SkinnyProjection& op, cudaStream_t stream) {
+    const Params p{.a = unit_rows(op.a, op.latent, op.dtype),
+                   .addend = unit_rows(op.addend, op.rows, op.dtype),
+                   .prefix = unit_rows(op.prefix, op.rows, op.dtype),
+                   .c = unit_rows(op.c, op.rows, op.dtype),
+                   .packed = static_cast<const char*>(op.packed),
+                   .layout = {op.rows, op.latent},
+                   .column_scales = op.column_scales,
+                   .scale = op.scale,
+                   .tokens = static_cast<int>(op.tokens),
+                   .release = op.dependent_launch};
+    if (op.tokens < 0 || op.tokens > 64 || op.rows <= 0 || op.rows % 8 != 0 || op.latent <= 0 || op.latent % 8 != 0 ||
+        !p.packed || !aligned(p.a) || !aligned(p.addend) || !aligned(p.prefix) || !aligned(p.c)) {
+        return cudaErrorInvalidValue;
+    }
+    if (op.tokens == 0) return cudaSuccess;
+    bool hopper = false;
+    if (!op.portable) {
+        if (const cudaError_t e = has_hopper_kernel(hopper); e != cudaSuccess) return e;
+    }
+    switch (op.dtype) {
+        case Dtype::bf16: return launch_dtype<Dtype::bf16>(p, hopper, op.dependent_launch, stream);
+        case Dtype::f16: return launch_dtype<Dtype::f16>(p, hopper, op.dependent_launch, stream);
+        default: return cudaErrorInvalidValue;
+    }
+}
+
+}  // namespace latent_moe::gpu
