@@ -138,7 +138,10 @@ void SafetensorsWriter::check_name(const std::string& name) const {
 }
 
 std::string SafetensorsWriter::header(const Metadata& metadata) const {
-    nlohmann::ordered_json header = nlohmann::ordered_json::object();
+    for (const auto& [key, value] : metadata) {
+        if (!is_utf8(key) || !is_utf8(value)) refuse_request(source_, "the metadata is not valid UTF-8");
+    }
+    nlohmann::json header = nlohmann::json::object();
     if (!metadata.empty()) header[std::string(metadata_key)] = metadata;
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
         header[tensors_[i].name] = {{"dtype", format_name(tensors_[i].dtype)},

@@ -137,6 +137,15 @@ TEST_F(SafetensorsWriting, RefusesWrongDeclarations) {
     refuses({std::string("a\0b", 3), Dtype::f32, {}, &one}, {"NUL"});
 }
 
+TEST_F(SafetensorsWriting, RefusesMetadataThatIsNotUtf8) {
+    expect_refusal(
+        [&] {
+            write_safetensors(path, {}, {{"k", "\xFF"}});
+        },
+        StatusCode::invalid_argument, {"metadata", "UTF-8"});
+    EXPECT_TRUE(folder.names().empty());
+}
+
 TEST_F(SafetensorsWriting, RefusesANameTwice) {
     const float one = 1.0F;
     expect_refusal(
