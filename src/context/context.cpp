@@ -52,21 +52,23 @@ public:
     /// Runs `body` as the next call of the context's order: its exceptions become statuses, its faults stick.
     template <typename Body>
     Status call(CallIdentity& identity, Stream stream, Body body) noexcept {
+        bool begun = false;
         try {
             require_callable();
             identity.call = next_call;
             const auto begin = [&] {
                 backend->begin_call(identity, stream);
+                begun = true;
                 ++next_call;
             };
             body(begin);
             return {};
         } catch (const Error& error) {
-            return failed(identity, error.status());
+            return failed(begun, identity, error.status());
         } catch (const std::bad_alloc&) {
-            return failed(identity, {StatusCode::out_of_memory, "out of memory in a call"});
+            return failed(begun, identity, {StatusCode::out_of_memory, "out of memory in a call"});
         } catch (const std::exception& error) {
-            return failed(identity, {StatusCode::internal, error.what()});
+            return failed(begun, identity, {StatusCode::internal, error.what()});
         }
     }
 
@@ -95,9 +97,10 @@ private:
     }
 
     /// An error before `begin_call` concerns this call alone; after it ranks may be out of step, so it is the context's last word.
-    Status failed(const CallIdentity& identity, Status status) noexcept {
-        if (next_call == identity.call) return status;
-        backend->end_after_failure();
+    Status failed(bool begun, const CallIdentity& identity, Status status) noexcept {
+        if (!begun) return status;
+        Status side = backend->end_after_failure();
+        if (status.code() == StatusCode::aborted && !side.ok()) status = std::move(side);
         try {
             record({.layer = identity.layer, .call = identity.call, .message = status.message()});
             backend->abort(status.message());

@@ -233,11 +233,15 @@ public:
         side_worker_->join();
     }
 
-    void end_after_failure() noexcept override {
-        if (!forked_) return;
+    Status end_after_failure() noexcept override {
+        if (!forked_) return {};
         try {
             join();
-        } catch (...) {  // the main lane's failure is the one that is reported
+            return {};
+        } catch (const Error& error) {
+            return error.status();
+        } catch (const std::exception& error) {
+            return {StatusCode::internal, error.what()};
         }
     }
 

@@ -105,8 +105,9 @@ public:
     virtual void begin_call(const CallIdentity& identity, Stream stream) = 0;
     /// `out` is what every rank holds now (absent where ranks hold different rows): its digest goes out with the next call.
     virtual void end_call(const ConstMatrix& out) = 0;
-    /// Leaves nothing running of a call that failed between `begin_call` and `end_call`.
-    virtual void end_after_failure() noexcept = 0;
+    /// Leaves nothing running of a call that failed between `begin_call` and `end_call`. Returns what the side lane failed with, if
+    /// it did: a failure of one lane makes the other fail too, and only one of them knows the cause.
+    virtual Status end_after_failure() noexcept = 0;
     virtual void begin_block(std::int64_t block) = 0;
 
     virtual Lane& main() = 0;

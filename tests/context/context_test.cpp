@@ -1,0 +1,373 @@
+// Creation, layers, the order of calls, and what happens when ranks disagree or stay away.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <thread>
+
+#include "support/harness.h"
+#include "support/problem.h"
+
+namespace latent_moe {
+namespace {
+
+using test::on_ranks;
+using test::Problem;
+using test::Tensor;
+
+std::string message_of(const std::function<void()>& body, StatusCode expected) {
+    try {
+        body();
+    } catch (const Error& error) {
+        EXPECT_EQ(error.code(), expected) << error.what();
+        return error.what();
+    }
+    ADD_FAILURE() << "expected an error";
+    return {};
+}
+
+/// Every field that ranks must agree in, with a change to it and the message that names it.
+struct Difference {
+    const char* message;
+    std::function<void(Shape&, Options&)> make;
+};
+
+TEST(ContextCreation, NamesTheFieldInWhichRanksDifferOnEveryRank) {
+    const std::vector<Difference> differences = {
+        {"hidden: rank 0 has 1344, rank 1 has 2688", [](Shape& shape, Options&) { shape.hidden = 2688; }},
+        {"latent: rank 0 has 96, rank 1 has 104", [](Shape& shape, Options&) { shape.latent = 104; }},
+        {"norm: rank 0 has rms, rank 1 has none", [](Shape& shape, Options&) { shape.norm = Norm::none; }},
+        {"epsilon: rank 0 has 1e-05, rank 1 has 1e-06", [](Shape& shape, Options&) { shape.epsilon = 1e-6F; }},
+        {"routed_scale: rank 0 has 1, rank 1 has 2", [](Shape& shape, Options&) { shape.routed_scale = 2; }},
+        {"activations: rank 0 has bf16, rank 1 has f16", [](Shape& shape, Options&) { shape.activations = Dtype::f16; }},
+        {"capacity_tokens: rank 0 has 128, rank 1 has 64", [](Shape&, Options& options) { options.capacity_tokens = 64; }},
+        {"max_tokens: rank 0 has 4096, rank 1 has 5000", [](Shape&, Options& options) { options.max_tokens = 5000; }},
+        {"keep_whole_weights: rank 0 has true, rank 1 has false", [](Shape&, Options& options) { options.keep_whole_weights = false; }},
+        {"tail: rank 0 has any, rank 1 has replicated", [](Shape&, Options& options) { options.tail = Tail::replicated; }},
+        {"shared: rank 0 has partial, rank 1 has absent", [](Shape&, Options& options) { options.shared = SharedState::absent; }},
+        {"sequence_parallel: rank 0 has false, rank 1 has true", [](Shape&, Options& options) { options.sequence_parallel = true; }},
+    };
+    const Problem problem(2, 1);
+    for (const Difference& difference : differences) {
+        on_ranks(2, [&](const Bootstrap& bootstrap) {
+            Shape shape = problem.shape;
+            Options options = problem.context_options();
+            if (bootstrap.rank == 1) difference.make(shape, options);
+            const std::string message = message_of([&] { Context::create(shape, bootstrap, options); }, StatusCode::mismatch);
+            EXPECT_EQ(message, std::string("context creation: ranks differ in ") + difference.message);
+        });
+    }
+}
+
+TEST(ContextCreation, FailsOnEveryRankWhenOneRankFails) {
+    const Problem problem(3, 1);
+    on_ranks(3, [&](const Bootstrap& bootstrap) {
+        Shape shape = problem.shape;
+        if (bootstrap.rank == 2) shape.latent = 7;
+        const StatusCode expected = bootstrap.rank == 2 ? StatusCode::invalid_argument : StatusCode::aborted;
+        const std::string message =
+            message_of([&] { Context::create(shape, bootstrap, problem.context_options()); }, expected);
+        EXPECT_NE(message.find("latent is 7, expected a multiple of 8 from 8 to 1048576"), std::string::npos) << message;
+        EXPECT_EQ(message.find("failed on rank 2") != std::string::npos, bootstrap.rank != 2) << message;
+    });
+}
+
+TEST(ContextCreation, RefusesABackendThatIsNotThere) {
+    const std::string message = message_of(
+        [] {
+            Context::create(*shape_preset("kimi-k3"), single_rank(), {.backend = "abacus"});
+        },
+        StatusCode::unavailable);
+    EXPECT_NE(message.find("backend is 'abacus', this build has"), std::string::npos) << message;
+}
+
+TEST(ContextCreation, RefusesOptionsOutsideTheLimitsAndSaysWhich) {
+    const Shape shape{.hidden = 64, .latent = 32};
+    const auto message = [&](const Options& options, int world = 1) {
+        std::string text;
+        run_thread_ranks(world, [&](const Bootstrap& bootstrap) {
+            const std::string mine = message_of([&] { Context::create(shape, bootstrap, options); }, StatusCode::invalid_argument);
+            if (bootstrap.rank == 0) text = mine;
+        });
+        return text;
+    };
+    EXPECT_EQ(message({.max_tokens = 70'000}), "max_tokens is 70000, expected 1 to 65536");
+    EXPECT_EQ(message({.capacity_tokens = 0}), "capacity_tokens is 0, expected 1 to 65536");
+    EXPECT_EQ(message({.timeout_ms = 0}), "timeout_ms is 0, expected at least 1");
+    EXPECT_EQ(message({.cpu_threads = -1}), "cpu_threads is -1, expected 0 to 1024");
+    EXPECT_EQ(message({.backend = "cpu"}, 3),
+              "hidden 64 is not divisible by 3 ranks: no rank can own an equal shard of W_up, expected keep_whole_weights or a number of "
+              "ranks that divides it");
+}
+
+TEST(ContextCreation, RefusesATailThatCanNeverRun) {
+    const Problem problem(2, 1);
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        Options options = problem.context_options();
+        options.tail = Tail::late_reduce;
+        const std::string message =
+            message_of([&] { Context::create(problem.shape, bootstrap, options); }, StatusCode::unsupported);
+        EXPECT_EQ(message, "tail late_reduce cannot run: the norm needs the summed latent before the projection");
+    });
+}
+
+TEST(Layers, AreCheckedWhenTheyAreAdded) {
+    const Problem problem(1, 1);
+    Context context = Context::create(problem.shape, single_rank(), problem.context_options());
+    const auto message = [&](WeightView view, const void* gamma) {
+        return message_of([&] { context.add_layer(4, view, gamma); }, StatusCode::invalid_argument);
+    };
+    WeightView view = problem.weight_view();
+    EXPECT_EQ(message({}, problem.gamma_data()), "layer 4: W_up is null");
+    EXPECT_EQ(message(view, nullptr), "layer 4: gamma is null, expected the norm's weights");
+    view.rows = 100;
+    EXPECT_EQ(message(view, problem.gamma_data()), "layer 4: W_up has 100 rows, expected all 1344 or this rank's 1344");
+    view = problem.weight_view();
+    view.stride = 95;
+    EXPECT_EQ(message(view, problem.gamma_data()), "layer 4: W_up has a row stride of 95 elements, expected at least 96");
+    context.add_layer(4, problem.weight_view(), problem.gamma_data());
+    EXPECT_EQ(message(problem.weight_view(), problem.gamma_data()), "layer 4 was added already");
+    context.seal();
+    EXPECT_EQ(message_of([&] { context.add_layer(5, problem.weight_view(), problem.gamma_data()); }, StatusCode::unsupported),
+              "layer 5: the context is sealed already");
+}
+
+TEST(Layers, MustBeTheSameOnEveryRank) {
+    const Problem problem(2, 1);
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        Context context = Context::create(problem.shape, bootstrap, problem.context_options());
+        context.add_layer(bootstrap.rank == 0 ? 3 : 4, problem.weight_view(), problem.gamma_data());
+        EXPECT_EQ(message_of([&] { context.seal(); }, StatusCode::mismatch),
+                  "seal: ranks differ in id of layer 0 in order: rank 0 has 3, rank 1 has 4");
+    });
+}
+
+TEST(Calls, RefuseBadArgumentsAndLeaveTheContextUsable) {
+    const Problem problem(1, 4);
+    const Context context = make_context(problem, single_rank(), problem.context_options());
+    Tensor out = problem.output();
+    const auto message = [&](const TailInput& input, Rows rows) {
+        const Status status = context.layer(0).run(input, rows);
+        EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+        return status.message();
+    };
+    TailInput input = problem.input(0);
+    input.tokens = 5000;
+    EXPECT_EQ(message(input, out.writable_rows()), "tokens is 5000, expected 0 to max_tokens 4096");
+    input.tokens = -1;
+    EXPECT_EQ(message(input, out.writable_rows()), "tokens is -1, expected 0 to max_tokens 4096");
+    input = problem.input(0);
+    input.routed = {};
+    EXPECT_EQ(message(input, out.writable_rows()), "routed is null, expected [4, 96]");
+    input = problem.input(0);
+    input.shared.stride = 1000;
+    EXPECT_EQ(message(input, out.writable_rows()), "shared has a row stride of 1000 elements, expected at least 1344");
+    input = problem.input(0);
+    EXPECT_EQ(message(input, {}), "out is null, expected [4, 1344]");
+    Tensor both = problem.shared[0];
+    input.shared = both.rows();
+    EXPECT_EQ(message(input, {both.matrix().row(1), 1344}), "out overlaps shared, expected separate memory or exactly the same rows");
+    EXPECT_FALSE(context.poll_fault().has_value());
+    EXPECT_TRUE(context.layer(0).run(problem.input(0), out.writable_rows()).ok());
+}
+
+TEST(Calls, NeedASealedContext) {
+    const Problem problem(1, 1);
+    Context context = Context::create(problem.shape, single_rank(), problem.context_options());
+    const Layer layer = context.add_layer(7, problem.weight_view(), problem.gamma_data());
+    Tensor out = problem.output();
+    EXPECT_EQ(layer.run(problem.input(0), out.writable_rows()).code(), StatusCode::unsupported);
+}
+
+/// Two ranks make calls that differ; both must fail, with `message`, and stay failed.
+void expect_mismatch(const std::function<Status(const Context&, int rank, const Problem&, Tensor& out)>& call, const std::string& message) {
+    const Problem problem(2, 6);
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        Context context = Context::create(problem.shape, bootstrap, problem.context_options());
+        context.add_layer(7, problem.weight_view(), problem.gamma_data());
+        context.add_layer(8, problem.weight_view(), problem.gamma_data());
+        context.seal();
+        Tensor out = problem.output();
+        const Status status = call(context, bootstrap.rank, problem, out);
+        EXPECT_EQ(status.code(), StatusCode::mismatch);
+        EXPECT_EQ(status.message(), message);
+        ASSERT_TRUE(context.poll_fault().has_value());
+        EXPECT_EQ(context.poll_fault()->message, message);
+        EXPECT_EQ(context.layer(0).run(problem.input(bootstrap.rank), out.writable_rows()).code(), StatusCode::aborted);
+    });
+}
+
+TEST(Calls, WithDifferentTokensAreAnErrorOnEveryRank) {
+    expect_mismatch(
+        [](const Context& context, int rank, const Problem& problem, Tensor& out) {
+            TailInput input = problem.input(rank);
+            input.tokens = rank == 0 ? 6 : 0;
+            return context.layer(0).run(Tail::column_parallel, input, out.writable_rows());
+        },
+        "ranks make different calls: rank 0 is in tail column_parallel of layer 7 with 6 tokens, rank 1 in tail column_parallel of layer 7 "
+        "with 0 tokens");
+}
+
+TEST(Calls, OfDifferentLayersAreAnErrorOnEveryRank) {
+    expect_mismatch(
+        [](const Context& context, int rank, const Problem& problem, Tensor& out) {
+            return context.layer(static_cast<std::size_t>(rank)).run(Tail::overlap, problem.input(rank), out.writable_rows());
+        },
+        "ranks make different calls: rank 0 is in tail overlap of layer 7 with 6 tokens, rank 1 in tail overlap of layer 8 with 6 tokens");
+}
+
+TEST(Calls, ThroughDifferentTailsAreAnErrorOnEveryRank) {
+    expect_mismatch(
+        [](const Context& context, int rank, const Problem& problem, Tensor& out) {
+            return context.layer(0).run(rank == 0 ? Tail::replicated : Tail::token_parallel, problem.input(rank), out.writable_rows());
+        },
+        "ranks make different calls: rank 0 is in tail replicated of layer 7 with 6 tokens, rank 1 in tail token_parallel of layer 7 with 6 "
+        "tokens");
+}
+
+TEST(Calls, ThatAPeerNeverMakesEndInATimeoutThatNamesIt) {
+    const Problem problem(2, 3);
+    on_ranks(
+        2,
+        [&](const Bootstrap& bootstrap) {
+            const Context context = make_context(problem, bootstrap, problem.context_options());
+            if (bootstrap.rank == 1) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+                return;
+            }
+            Tensor out = problem.output();
+            for (const Tail tail : {Tail::overlap, Tail::replicated}) {
+                const Status status = context.layer(0).run(tail, problem.input(0), out.writable_rows());
+                EXPECT_EQ(status.code(), tail == Tail::overlap ? StatusCode::timeout : StatusCode::aborted);
+                EXPECT_NE(status.message().find("rank 1 did not arrive within 400 ms"), std::string::npos) << status.message();
+            }
+        },
+        400);
+}
+
+TEST(Abort, EndsThePeersWaitAndFailsLaterCalls) {
+    if (!test::ranks_are_threads()) GTEST_SKIP() << "processes learn of an abort by their deadline";
+    const Problem problem(2, 3);
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        Context context = make_context(problem, bootstrap, problem.context_options());
+        Tensor out = problem.output();
+        if (bootstrap.rank == 1) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(30));
+            context.abort("the engine shuts down");
+            EXPECT_EQ(context.layer(0).run(problem.input(1), out.writable_rows()).message(),
+                      "the context failed earlier: the engine shuts down");
+            return;
+        }
+        const Status status = context.layer(0).run(problem.input(0), out.writable_rows());
+        EXPECT_EQ(status.code(), StatusCode::aborted);
+        EXPECT_EQ(status.message(), "rank 1 gave up: the engine shuts down");
+    });
+}
+
+TEST(SuspendAndResume, GiveTheWorkspaceBackAndRebuildIt) {
+    const Problem problem(2, 40);
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        Context context = make_context(problem, bootstrap, problem.context_options());
+        Tensor before = problem.output();
+        Tensor after = problem.output();
+        ASSERT_TRUE(context.layer(0).run(problem.input(bootstrap.rank), before.writable_rows()).ok());
+        const std::size_t bytes = context.workspace_bytes();
+        EXPECT_GT(bytes, 0U);
+        context.suspend();
+        EXPECT_EQ(context.workspace_bytes(), 0U);
+        EXPECT_EQ(context.layer(0).run(problem.input(bootstrap.rank), after.writable_rows()).code(), StatusCode::unsupported);
+        context.resume();
+        EXPECT_EQ(context.workspace_bytes(), bytes);
+        ASSERT_TRUE(context.layer(0).run(problem.input(bootstrap.rank), after.writable_rows()).ok());
+        EXPECT_EQ(before.content(), after.content());
+    });
+}
+
+TEST(Contexts, RunBesideOneAnother) {
+    if (!test::ranks_are_threads()) GTEST_SKIP() << "two groups of processes would need two launchers";
+    const Problem problem(2, 24);
+    std::vector<std::thread> groups;
+    std::atomic<int> right = 0;
+    for (int group = 0; group < 2; ++group) {
+        groups.emplace_back([&] {
+            run_thread_ranks(2, [&](const Bootstrap& bootstrap) {
+                const Context context = make_context(problem, bootstrap, problem.context_options());
+                for (int repeat = 0; repeat < 10; ++repeat) {
+                    Tensor out = problem.output();
+                    ASSERT_TRUE(context.layer(0).run(problem.input(bootstrap.rank), out.writable_rows()).ok());
+                }
+                ++right;
+            });
+        });
+    }
+    for (std::thread& group : groups) group.join();
+    EXPECT_EQ(right, 4);
+}
+
+TEST(Parts, AllReduceRmsNormIsTheChainsNormBitForBit) {
+    for (const int world : {1, 2, 4}) {
+        for (const std::int64_t tokens : {0, 1, 5, 600}) {
+            const Problem problem(world, tokens, {.hidden = 64, .latent = 256});
+            on_ranks(world, [&](const Bootstrap& bootstrap) {
+                const Context context = make_context(problem, bootstrap, problem.context_options());
+                Tensor y(tokens, problem.shape.latent, problem.shape.activations);
+                const Status status =
+                    context.all_reduce_rms_norm(problem.routed[static_cast<std::size_t>(bootstrap.rank)].rows(), problem.gamma_data(), y.writable_rows(), tokens);
+                ASSERT_TRUE(status.ok()) << status.message();
+                EXPECT_TRUE(test::same_on_all_ranks(bootstrap, y.content()));
+                double error = 0;
+                double norm = 0;
+                for (std::int64_t row = 0; row < tokens; ++row) {
+                    double squares = 0;
+                    std::vector<double> sums;
+                    for (std::int64_t column = 0; column < problem.shape.latent; ++column) {
+                        double sum = 0;
+                        for (const Tensor& partial : problem.routed) sum += static_cast<double>(partial.at(row, column));
+                        sums.push_back(sum);
+                        squares += sum * sum;
+                    }
+                    for (std::int64_t column = 0; column < problem.shape.latent; ++column) {
+                        const double expected = sums[static_cast<std::size_t>(column)] /
+                                                std::sqrt(squares / static_cast<double>(problem.shape.latent) + 1e-5) *
+                                                static_cast<double>(problem.gamma.at(0, column));
+                        error += std::pow(static_cast<double>(y.at(row, column)) - expected, 2);
+                        norm += expected * expected;
+                    }
+                }
+                EXPECT_LE(error, 4e-3 * 4e-3 * norm);
+            });
+        }
+    }
+}
+
+TEST(Parts, AccumulateProjectionAddsToItsColumnSliceInPlace) {
+    const Problem problem(2, 300, {.prefix = false});
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        const Context context = make_context(problem, bootstrap, problem.context_options());
+        const auto rank = static_cast<std::size_t>(bootstrap.rank);
+        const std::int64_t width = problem.shape.hidden / 2;
+        Tensor c = problem.shared[rank];
+        const Matrix slice = c.matrix().column_range(bootstrap.rank * width, width);
+        const Status status =
+            context.accumulate_projection(problem.routed[rank].rows(), context.layer(0), {slice.data, slice.stride}, problem.tokens);
+        ASSERT_TRUE(status.ok()) << status.message();
+        for (std::int64_t row = 0; row < problem.tokens; row += 37) {
+            for (std::int64_t column = 0; column < problem.shape.hidden; ++column) {
+                const float before = problem.shared[rank].at(row, column);
+                if (column / width != bootstrap.rank) {
+                    ASSERT_EQ(c.at(row, column), before);
+                    continue;
+                }
+                double expected = static_cast<double>(before);
+                for (std::int64_t k = 0; k < problem.shape.latent; ++k) {
+                    expected += static_cast<double>(problem.routed[rank].at(row, k)) * static_cast<double>(problem.weights.at(column, k));
+                }
+                ASSERT_NEAR(c.at(row, column), expected, 0.005 + 0.005 * std::abs(expected));
+            }
+        }
+    });
+}
+
+}  // namespace
+}  // namespace latent_moe
