@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "latent_moe/export.h"
 #include "latent_moe/bootstrap.h"
+#include "latent_moe/export.h"
 #include "latent_moe/options.h"
 #include "latent_moe/plan.h"
 #include "latent_moe/shape.h"

@@ -3,8 +3,8 @@
 
 #include <mpi.h>
 
-#include "latent_moe/export.h"
 #include "latent_moe/bootstrap.h"
+#include "latent_moe/export.h"
 
 namespace latent_moe {
 

@@ -66,7 +66,8 @@ private:
     void exchange_once(const ExchangeHeader& header, std::span<const Region> outgoing, Consume consume) {
         const auto ranks = static_cast<std::size_t>(world_);
         Announcement mine{header, {}};
-        for (std::size_t peer = 0; peer < ranks; ++peer) mine.outgoing[peer] = {outgoing[peer].rows, outgoing[peer].row_bytes};
+        for (std::size_t peer = 0; peer < ranks; ++peer)
+            mine.outgoing[peer] = {outgoing[peer].rows, outgoing[peer].row_bytes};
         std::vector<Announcement> announced(ranks);
         all_gather_(&mine, announced.data(), sizeof mine);
         std::int64_t longest = 0;

@@ -3,9 +3,9 @@
 //     to every peer:   header (call, tokens, layer, step, shape of the data)   tag 2c
 //                      data                                                    tag 2c + 1      (c: the channel)
 //
-// Headers are compared before any data is received, so a peer that is in another call is an error, not a wrong answer. MPI keeps
-// messages of one sender and tag in order, so a fast rank's next header waits its turn. MPI copies: once the sends have
-// completed, buffers may be reused; no barrier is needed.
+// Headers are compared before any data is received, so a peer that is in another call is an error, not a wrong answer. MPI
+// keeps messages of one sender and tag in order, so a fast rank's next header waits its turn. MPI copies: once the sends
+// have completed, buffers may be reused; no barrier is needed.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -29,7 +29,8 @@ void check(int result, const char* operation) {
     std::array<char, MPI_MAX_ERROR_STRING> text{};
     int length = 0;
     MPI_Error_string(result, text.data(), &length);
-    throw Error(StatusCode::aborted, fmt::format("{} failed: {}", operation, std::string_view(text.data(), static_cast<std::size_t>(length))));
+    throw Error(StatusCode::aborted,
+                fmt::format("{} failed: {}", operation, std::string_view(text.data(), static_cast<std::size_t>(length))));
 }
 
 struct Announcement {
@@ -78,7 +79,8 @@ public:
     int local_world() const noexcept { return local_world_; }
     bool concurrent() const noexcept { return concurrent_; }
 
-    void exchange(Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing, Transport::Consume consume) {
+    void exchange(Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing,
+                  Transport::Consume consume) {
         require_usable();
         try {
             exchange_once(channel, header, outgoing, consume);
@@ -91,13 +93,14 @@ public:
     void all_gather_bytes(const void* send, void* received, std::size_t bytes) {
         require_usable();
         if (bytes > std::size_t{1} << 30) {
-            throw Error(StatusCode::invalid_argument, fmt::format("all_gather_bytes: {} bytes, expected at most 2^30", bytes));
+            throw Error(StatusCode::invalid_argument,
+                        fmt::format("all_gather_bytes: {} bytes, expected at most 2^30", bytes));
         }
         Requests requests{{MPI_REQUEST_NULL}, {-1}};
         try {
             const std::unique_lock lock(mutex_);
-            check(MPI_Iallgather(send, static_cast<int>(bytes), MPI_BYTE, received, static_cast<int>(bytes), MPI_BYTE, communicator_,
-                                 requests.handles.data()),
+            check(MPI_Iallgather(send, static_cast<int>(bytes), MPI_BYTE, received, static_cast<int>(bytes), MPI_BYTE,
+                                 communicator_, requests.handles.data()),
                   "MPI_Iallgather");
         } catch (const Error& error) {
             abort(error.what());
@@ -139,17 +142,20 @@ private:
         const std::lock_guard lock(mutex_);
         requests.peers.push_back(peer);
         requests.handles.push_back(MPI_REQUEST_NULL);
-        check(MPI_Isend(data, static_cast<int>(bytes), MPI_BYTE, peer, tag, communicator_, &requests.handles.back()), "MPI_Isend");
+        check(MPI_Isend(data, static_cast<int>(bytes), MPI_BYTE, peer, tag, communicator_, &requests.handles.back()),
+              "MPI_Isend");
     }
 
     void receive(Requests& requests, void* data, std::int64_t bytes, int peer, int tag) {
         const std::lock_guard lock(mutex_);
         requests.peers.push_back(peer);
         requests.handles.push_back(MPI_REQUEST_NULL);
-        check(MPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, peer, tag, communicator_, &requests.handles.back()), "MPI_Irecv");
+        check(MPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, peer, tag, communicator_, &requests.handles.back()),
+              "MPI_Irecv");
     }
 
-    void exchange_once(Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing, Transport::Consume consume) {
+    void exchange_once(Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing,
+                       Transport::Consume consume) {
         ChannelBuffers& buffers = buffers_[static_cast<std::size_t>(channel)];
         const int header_tag = 2 * static_cast<int>(channel);
         const int data_tag = header_tag + 1;
@@ -201,7 +207,8 @@ private:
             int done = 0;
             {
                 const std::lock_guard lock(mutex_);
-                check(MPI_Testall(static_cast<int>(requests.handles.size()), requests.handles.data(), &done, MPI_STATUSES_IGNORE),
+                check(MPI_Testall(static_cast<int>(requests.handles.size()), requests.handles.data(), &done,
+                                  MPI_STATUSES_IGNORE),
                       "MPI_Testall");
             }
             if (done != 0) return;
@@ -216,10 +223,14 @@ private:
             int done = 0;
             MPI_Test(&requests.handles[index], &done, MPI_STATUS_IGNORE);
             const int peer = requests.peers[index];
-            if (done == 0 && peer >= 0 && std::find(missing.begin(), missing.end(), peer) == missing.end()) missing.push_back(peer);
+            if (done == 0 && peer >= 0 && std::find(missing.begin(), missing.end(), peer) == missing.end())
+                missing.push_back(peer);
         }
-        const std::string who = missing.empty() ? "a rank" : fmt::format("{} {}", missing.size() == 1 ? "rank" : "ranks", fmt::join(missing, ", "));
-        const std::string message = fmt::format("{} did not arrive within {} ms at the {}", who, timeout_.count(), name(step));
+        const std::string who = missing.empty()
+                                    ? "a rank"
+                                    : fmt::format("{} {}", missing.size() == 1 ? "rank" : "ranks", fmt::join(missing, ", "));
+        const std::string message =
+            fmt::format("{} did not arrive within {} ms at the {}", who, timeout_.count(), name(step));
         abort(message);
         throw Error(StatusCode::timeout, message);
     }
@@ -243,7 +254,8 @@ public:
 
     int rank() const noexcept override { return group_->rank(); }
     int world() const noexcept override { return group_->world(); }
-    void exchange(Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing, Consume consume) override {
+    void exchange(Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing,
+                  Consume consume) override {
         group_->exchange(channel, header, outgoing, consume);
     }
     std::int64_t preferred_region_bytes() const noexcept override { return std::int64_t{1} << 20; }
@@ -259,7 +271,8 @@ private:
 Bootstrap mpi_ranks(MPI_Comm communicator, int timeout_ms) {
     int initialized = 0;
     MPI_Initialized(&initialized);
-    if (initialized == 0) throw Error(StatusCode::invalid_argument, "mpi_ranks: MPI is not initialised, expected MPI_Init before");
+    if (initialized == 0)
+        throw Error(StatusCode::invalid_argument, "mpi_ranks: MPI is not initialised, expected MPI_Init before");
     int world = 0;
     MPI_Comm_size(communicator, &world);
     if (world > max_world) {

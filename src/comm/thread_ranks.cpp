@@ -6,8 +6,8 @@
 //     rank 1: publish ──┤ ═══ all have published ═══╪─ consume ──┤ ═══ all have read: buffers may be reused ═══
 //     rank 2: publish ──┘                           └─ consume ──┘
 //
-// Memory order: a rank publishes, arrives and leaves under one mutex, which orders its earlier writes before every peer's reads,
-// and every peer's reads before its later writes.
+// Memory order: a rank publishes, arrives and leaves under one mutex, which orders its earlier writes before every peer's
+// reads, and every peer's reads before its later writes.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -71,10 +71,12 @@ public:
                  [&](std::span<const Region> incoming) {
                      for (std::size_t peer = 0; peer < incoming.size(); ++peer) {
                          if (static_cast<std::size_t>(incoming[peer].row_bytes) != bytes) {
-                             throw Error(StatusCode::mismatch, fmt::format("all_gather_bytes: rank {} sent {} bytes, rank {} {}", peer,
-                                                                           incoming[peer].row_bytes, rank, bytes));
+                             throw Error(StatusCode::mismatch,
+                                         fmt::format("all_gather_bytes: rank {} sent {} bytes, rank {} {}", peer,
+                                                     incoming[peer].row_bytes, rank, bytes));
                          }
-                         if (bytes != 0) std::memcpy(static_cast<std::byte*>(received) + peer * bytes, incoming[peer].data, bytes);
+                         if (bytes != 0)
+                             std::memcpy(static_cast<std::byte*>(received) + peer * bytes, incoming[peer].data, bytes);
                      }
                  });
     }
@@ -113,11 +115,13 @@ private:
         }
         const std::uint64_t generation = barrier.generation;
         const auto deadline = std::chrono::steady_clock::now() + timeout_;
-        const bool woken = changed_.wait_until(lock, deadline, [&] { return barrier.generation != generation || !fault_.ok(); });
+        const bool woken =
+            changed_.wait_until(lock, deadline, [&] { return barrier.generation != generation || !fault_.ok(); });
         if (barrier.generation != generation) return;
         if (!woken) {
-            fault_ = Status(StatusCode::timeout, fmt::format("{} did not arrive within {} ms at the {}",
-                                                             missing_ranks(everyone & ~barrier.arrived_mask), timeout_.count(), name(step)));
+            fault_ = Status(StatusCode::timeout,
+                            fmt::format("{} did not arrive within {} ms at the {}",
+                                        missing_ranks(everyone & ~barrier.arrived_mask), timeout_.count(), name(step)));
             changed_.notify_all();
         }
         throw Error(fault_.code(), fault_.message());
@@ -145,7 +149,8 @@ public:
 
     int rank() const noexcept override { return rank_; }
     int world() const noexcept override { return group_->world(); }
-    void exchange(Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing, Consume consume) override {
+    void exchange(Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing,
+                  Consume consume) override {
         group_->exchange(rank_, channel, header, outgoing, consume);
     }
     std::int64_t preferred_region_bytes() const noexcept override { return INT64_MAX; }
@@ -168,7 +173,9 @@ Bootstrap thread_rank(const std::shared_ptr<ThreadGroup>& group, int rank) {
 
 }  // namespace
 
-Bootstrap single_rank() { return thread_ranks(1).front(); }
+Bootstrap single_rank() {
+    return thread_ranks(1).front();
+}
 
 std::vector<Bootstrap> thread_ranks(int world, int timeout_ms) {
     if (world < 1 || world > max_world) {

@@ -41,18 +41,19 @@ void require_same(const ExchangeHeader& left, int left_rank, const ExchangeHeade
     if (left == right) return;
     const auto fail = [](const std::string& message) { throw Error(StatusCode::mismatch, message); };
     if (what(left) != what(right)) {
-        fail(fmt::format("ranks make different calls: rank {} is in {}, rank {} in {}", left_rank, what(left), right_rank, what(right)));
+        fail(fmt::format("ranks make different calls: rank {} is in {}, rank {} in {}", left_rank, what(left), right_rank,
+                         what(right)));
     }
     if (left.call != right.call) {
-        fail(fmt::format("ranks make different calls: rank {} is in call {} of the context, rank {} in call {} ({})", left_rank, left.call,
-                         right_rank, right.call, what(left)));
+        fail(fmt::format("ranks make different calls: rank {} is in call {} of the context, rank {} in call {} ({})",
+                         left_rank, left.call, right_rank, right.call, what(left)));
     }
     if (left.step != right.step || left.block != right.block) {
-        fail(fmt::format("ranks differ within {}: rank {} is in the {} of block {}, rank {} in the {} of block {}", what(left), left_rank,
-                         name(left.step), left.block, right_rank, name(right.step), right.block));
+        fail(fmt::format("ranks differ within {}: rank {} is in the {} of block {}, rank {} in the {} of block {}",
+                         what(left), left_rank, name(left.step), left.block, right_rank, name(right.step), right.block));
     }
-    fail(fmt::format("outputs diverged before call {}: rank {} had digest {:016x}, rank {} {:016x}", left.call, left_rank, left.digest,
-                     right_rank, right.digest));
+    fail(fmt::format("outputs diverged before call {}: rank {} had digest {:016x}, rank {} {:016x}", left.call, left_rank,
+                     left.digest, right_rank, right.digest));
 }
 
 }  // namespace latent_moe

@@ -13,19 +13,27 @@
 namespace latent_moe {
 
 /// The step of a call in which an exchange happens. Each tail takes its steps in an order of its own.
-enum class Step : std::uint8_t { none, reduce_latent, reduce_shared, reduce_output, gather_latent, gather_output, gather_weights };
+enum class Step : std::uint8_t {
+    none,
+    reduce_latent,
+    reduce_shared,
+    reduce_output,
+    gather_latent,
+    gather_output,
+    gather_weights
+};
 
 LATENT_MOE_API const char* name(Step step) noexcept;
 
 /// What an exchange carries beside its data. Ranks in one exchange must agree in every field.
 struct ExchangeHeader {
-    std::uint64_t call = 0;    ///< the context's call number
+    std::uint64_t call = 0;  ///< the context's call number
     std::int64_t tokens = 0;
     std::int64_t layer = -1;   ///< the layer's id; -1 outside layers
     std::int64_t block = 0;    ///< which block of tokens of the call
     std::uint64_t digest = 0;  ///< of the previous call's output, which must be the same bits on every rank
     Tail tail = Tail::replicated;
-    bool is_tail = false;      ///< false for the tail's parts as operations of their own
+    bool is_tail = false;  ///< false for the tail's parts as operations of their own
     Step step = Step::none;
 
     bool operator==(const ExchangeHeader&) const = default;
@@ -61,12 +69,13 @@ public:
     virtual int rank() const noexcept = 0;
     virtual int world() const noexcept = 0;
 
-    /// Collective on its channel. `outgoing[r]` is what rank r gets; on rank r, `incoming[q]` then holds what rank q meant for it,
-    /// readable during `consume` only. Everything that a peer wrote before it called `exchange` happens before `consume`; every
-    /// `consume` that reads this rank's memory happens before `exchange` returns here, so the buffers may be reused at once.
-    /// Throws `mismatch` (headers differ; on every rank), `timeout` (names the missing rank) or `aborted`; after any of them the
-    /// transport is broken and every later call throws.
-    virtual void exchange(Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing, Consume consume) = 0;
+    /// Collective on its channel. `outgoing[r]` is what rank r gets; on rank r, `incoming[q]` then holds what rank q meant
+    /// for it, readable during `consume` only. Everything that a peer wrote before it called `exchange` happens before
+    /// `consume`; every `consume` that reads this rank's memory happens before `exchange` returns here, so the buffers may
+    /// be reused at once. Throws `mismatch` (headers differ; on every rank), `timeout` (names the missing rank) or
+    /// `aborted`; after any of them the transport is broken and every later call throws.
+    virtual void exchange(Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing,
+                          Consume consume) = 0;
 
     /// Larger regions are right, but cost the transport as much memory: callers cut their rows to this size where they can.
     virtual std::int64_t preferred_region_bytes() const noexcept = 0;

@@ -17,11 +17,14 @@ namespace {
 std::vector<std::string> describe_cpu() {
     Workers alone(1);
     const bool native = Product(alone, 1, 8).native_bf16();
-    return {fmt::format("cores: {}", std::thread::hardware_concurrency()),
-            fmt::format("bf16 products: {}", native ? "native" : "widened to float32 block by block (no AVX-512 bf16 here)")};
+    return {
+        fmt::format("cores: {}", std::thread::hardware_concurrency()),
+        fmt::format("bf16 products: {}", native ? "native" : "widened to float32 block by block (no AVX-512 bf16 here)")};
 }
 
-std::string always_available() { return {}; }
+std::string always_available() {
+    return {};
+}
 
 std::vector<BackendEntry> make_backends() {
     std::vector<BackendEntry> entries;
@@ -46,7 +49,8 @@ const BackendEntry& find_backend(const std::string& name) {
         if (name != "auto" && name != entry.name) continue;
         const std::string reason = entry.unavailable();
         if (reason.empty()) return entry;
-        if (name == entry.name) throw Error(StatusCode::unavailable, fmt::format("backend {} cannot run here: {}", name, reason));
+        if (name == entry.name)
+            throw Error(StatusCode::unavailable, fmt::format("backend {} cannot run here: {}", name, reason));
     }
     throw Error(StatusCode::unavailable, fmt::format("backend is '{}', this build has {}", name, fmt::join(names, " and ")));
 }

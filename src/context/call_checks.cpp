@@ -9,11 +9,15 @@
 namespace latent_moe {
 namespace {
 
-[[noreturn]] void refuse(const std::string& message) { throw Error(StatusCode::invalid_argument, message); }
+[[noreturn]] void refuse(const std::string& message) {
+    throw Error(StatusCode::invalid_argument, message);
+}
 
-void check_rows(const char* what, const void* data, std::int64_t stride, std::int64_t count, std::int64_t columns, Dtype dtype) {
+void check_rows(const char* what, const void* data, std::int64_t stride, std::int64_t count, std::int64_t columns,
+                Dtype dtype) {
     if (count > 0 && data == nullptr) refuse(fmt::format("{} is null, expected [{}, {}]", what, count, columns));
-    if (stride < columns) refuse(fmt::format("{} has a row stride of {} elements, expected at least {}", what, stride, columns));
+    if (stride < columns)
+        refuse(fmt::format("{} has a row stride of {} elements, expected at least {}", what, stride, columns));
     if (reinterpret_cast<std::uintptr_t>(data) % bytes_of(dtype) != 0) {
         refuse(fmt::format("{} is not aligned to its {} elements", what, name(dtype)));
     }
@@ -58,9 +62,10 @@ void validate(const Options& options, const Shape& shape, int world) {
     }
     if (options.reserved_sms < 0) refuse(fmt::format("reserved_sms is {}, expected at least 0", options.reserved_sms));
     if (shape.hidden % world != 0 && !options.keep_whole_weights) {
-        refuse(fmt::format("hidden {} is not divisible by {} ranks: no rank can own an equal shard of W_up, expected keep_whole_weights or "
-                           "a number of ranks that divides it",
-                           shape.hidden, world));
+        refuse(fmt::format(
+            "hidden {} is not divisible by {} ranks: no rank can own an equal shard of W_up, expected keep_whole_weights or "
+            "a number of ranks that divides it",
+            shape.hidden, world));
     }
 }
 
@@ -76,7 +81,8 @@ void validate(const WeightView& view, const Shape& shape, int world, const void*
     }
     if (!std::isfinite(view.scale)) refuse(fmt::format("W_up has the scale {}, expected a finite number", view.scale));
     if ((shape.norm == Norm::rms) != (gamma != nullptr)) {
-        refuse(shape.norm == Norm::rms ? "gamma is null, expected the norm's weights" : "gamma is given, but the shape has no norm");
+        refuse(shape.norm == Norm::rms ? "gamma is null, expected the norm's weights"
+                                       : "gamma is given, but the shape has no norm");
     }
 }
 

@@ -10,11 +10,13 @@
 
 namespace latent_moe {
 
-/// The caller's rows as a matrix. Throws `invalid_argument` if they are missing, or their stride is below `columns` or negative.
+/// The caller's rows as a matrix. Throws `invalid_argument` if they are missing, or their stride is below `columns` or
+/// negative.
 ConstMatrix const_matrix(const char* what, const ConstRows& rows, std::int64_t count, std::int64_t columns, Dtype dtype);
 Matrix matrix(const char* what, const Rows& rows, std::int64_t count, std::int64_t columns, Dtype dtype);
 
-/// Refuses an output that overlaps an input, unless it is exactly that input (same first element and stride) and `may_be_same`.
+/// Refuses an output that overlaps an input, unless it is exactly that input (same first element and stride) and
+/// `may_be_same`.
 void require_no_overlap(const char* input_name, const ConstMatrix& input, const Matrix& out, bool may_be_same);
 
 void validate(const Options& options, const Shape& shape, int world);

@@ -92,11 +92,14 @@ private:
         if (const std::optional<Fault> earlier = fault()) {
             throw Error(StatusCode::aborted, fmt::format("the context failed earlier: {}", earlier->message));
         }
-        if (!sealed) throw Error(StatusCode::unsupported, "the context is not sealed: call seal() on every rank after the last layer");
+        if (!sealed)
+            throw Error(StatusCode::unsupported,
+                        "the context is not sealed: call seal() on every rank after the last layer");
         if (suspended) throw Error(StatusCode::unsupported, "the context is suspended: call resume() on every rank first");
     }
 
-    /// An error before `begin_call` concerns this call alone; after it ranks may be out of step, so it is the context's last word.
+    /// An error before `begin_call` concerns this call alone; after it ranks may be out of step, so it is the context's last
+    /// word.
     Status failed(bool begun, const CallIdentity& identity, Status status) noexcept {
         if (!begun) return status;
         Status side = backend->end_after_failure();
@@ -177,8 +180,9 @@ Context Context::create(const Shape& shape, const Bootstrap& given, const Option
     Bootstrap bootstrap = given;
     if (!bootstrap.all_gather_bytes) throw Error(StatusCode::invalid_argument, "the bootstrap has no all_gather_bytes");
     if (bootstrap.world < 1 || bootstrap.world > max_world || bootstrap.rank < 0 || bootstrap.rank >= bootstrap.world) {
-        throw Error(StatusCode::invalid_argument, fmt::format("the bootstrap is rank {} of {}, expected a rank below a world of 1 to {}",
-                                                              bootstrap.rank, bootstrap.world, max_world));
+        throw Error(StatusCode::invalid_argument,
+                    fmt::format("the bootstrap is rank {} of {}, expected a rank below a world of 1 to {}", bootstrap.rank,
+                                bootstrap.world, max_world));
     }
     if (!bootstrap.transport) bootstrap.transport = make_bootstrap_transport(bootstrap);
 
@@ -201,7 +205,8 @@ Context Context::create(const Shape& shape, const Bootstrap& given, const Option
     agreed_step(bootstrap, Agreement("context creation"), [&] {
         state = std::make_shared<ContextState>(shape, bootstrap, options, *entry);
         if (options.tail && !state->planner.allowed(*options.tail, 0)) {
-            throw Error(StatusCode::unsupported, fmt::format("tail {} cannot run: {}", name(*options.tail), state->planner.refusal(*options.tail, 0)));
+            throw Error(StatusCode::unsupported, fmt::format("tail {} cannot run: {}", name(*options.tail),
+                                                             state->planner.refusal(*options.tail, 0)));
         }
     });
     return Context(std::move(state));
@@ -233,22 +238,39 @@ void Context::seal() {
     state_->sealed = true;
 }
 
-const Shape& Context::shape() const noexcept { return state_->shape; }
-const Options& Context::options() const noexcept { return state_->options; }
-const std::string& Context::backend() const noexcept { return state_->backend->name(); }
-int Context::rank() const noexcept { return state_->bootstrap.rank; }
-int Context::world() const noexcept { return state_->bootstrap.world; }
-std::size_t Context::layer_count() const noexcept { return state_->layers.size(); }
+const Shape& Context::shape() const noexcept {
+    return state_->shape;
+}
+const Options& Context::options() const noexcept {
+    return state_->options;
+}
+const std::string& Context::backend() const noexcept {
+    return state_->backend->name();
+}
+int Context::rank() const noexcept {
+    return state_->bootstrap.rank;
+}
+int Context::world() const noexcept {
+    return state_->bootstrap.world;
+}
+std::size_t Context::layer_count() const noexcept {
+    return state_->layers.size();
+}
 
 Layer Context::layer(std::size_t index) const {
     if (index >= state_->layers.size()) {
-        throw Error(StatusCode::invalid_argument, fmt::format("layer index is {}, expected below {}", index, state_->layers.size()));
+        throw Error(StatusCode::invalid_argument,
+                    fmt::format("layer index is {}, expected below {}", index, state_->layers.size()));
     }
     return {state_, index};
 }
 
-Plan Context::plan(std::int64_t tokens) const { return state_->planner.plan(tokens); }
-TokenRange Context::own_tokens(std::int64_t tokens, int rank) const noexcept { return state_->own_tokens(tokens, rank); }
+Plan Context::plan(std::int64_t tokens) const {
+    return state_->planner.plan(tokens);
+}
+TokenRange Context::own_tokens(std::int64_t tokens, int rank) const noexcept {
+    return state_->own_tokens(tokens, rank);
+}
 
 std::size_t Context::weight_bytes() const noexcept {
     std::size_t bytes = 0;
@@ -256,9 +278,15 @@ std::size_t Context::weight_bytes() const noexcept {
     return bytes;
 }
 
-std::size_t Context::workspace_bytes() const noexcept { return state_->backend->workspace_bytes(); }
-std::optional<Fault> Context::poll_fault() const { return state_->fault(); }
-void Context::abort(const std::string& reason) { state_->abort(reason); }
+std::size_t Context::workspace_bytes() const noexcept {
+    return state_->backend->workspace_bytes();
+}
+std::optional<Fault> Context::poll_fault() const {
+    return state_->fault();
+}
+void Context::abort(const std::string& reason) {
+    state_->abort(reason);
+}
 
 void Context::suspend() {
     Agreement("suspend").confirm(state_->bootstrap, state_->suspended ? "the context is suspended already" : "");
@@ -274,7 +302,9 @@ void Context::resume() {
     state_->suspended = false;
 }
 
-std::int64_t Layer::id() const noexcept { return state_->layers[index_].id; }
+std::int64_t Layer::id() const noexcept {
+    return state_->layers[index_].id;
+}
 
 namespace {
 
@@ -300,7 +330,8 @@ TailCall checked_call(const ContextState& state, const PackedLayer& layer, const
                   .stop_before_gather = own_rows_only && state.bootstrap.world > 1,
                   .layer = layer};
     if (state.options.shared == SharedState::absent) {
-        if (input.shared.data != nullptr) throw Error(StatusCode::invalid_argument, "shared is given, but the options say it is absent");
+        if (input.shared.data != nullptr)
+            throw Error(StatusCode::invalid_argument, "shared is given, but the options say it is absent");
     } else {
         call.shared = const_matrix("shared", input.shared, input.tokens, shape.hidden, dtype);
     }
@@ -320,8 +351,8 @@ Status run_tail(ContextState& state, std::size_t index, std::optional<Tail> aske
         const std::optional<Tail> tail = asked ? asked : state.planner.choose(input.tokens);
         if (!tail) throw Error(StatusCode::unsupported, fmt::format("no tail can run {} tokens", input.tokens));
         if (!state.planner.allowed(*tail, input.tokens)) {
-            throw Error(StatusCode::unsupported,
-                        fmt::format("tail {} cannot run {} tokens: {}", name(*tail), input.tokens, state.planner.refusal(*tail, input.tokens)));
+            throw Error(StatusCode::unsupported, fmt::format("tail {} cannot run {} tokens: {}", name(*tail), input.tokens,
+                                                             state.planner.refusal(*tail, input.tokens)));
         }
         identity.tail = *tail;
         begin();
@@ -345,12 +376,14 @@ Status Layer::run(Tail tail, const TailInput& input, Rows out, Stream stream) co
     return run_tail(*state_, index_, tail, input, out, stream);
 }
 
-Status Context::all_reduce_rms_norm(ConstRows x, const void* gamma, Rows y, std::int64_t tokens, Stream stream) const noexcept {
+Status Context::all_reduce_rms_norm(ConstRows x, const void* gamma, Rows y, std::int64_t tokens,
+                                    Stream stream) const noexcept {
     ContextState& state = *state_;
     CallIdentity identity{.tokens = tokens, .is_tail = false};
     return state.call(identity, stream, [&](auto begin) {
         if (tokens < 0 || tokens > state.options.max_tokens) {
-            throw Error(StatusCode::invalid_argument, fmt::format("tokens is {}, expected 0 to max_tokens {}", tokens, state.options.max_tokens));
+            throw Error(StatusCode::invalid_argument,
+                        fmt::format("tokens is {}, expected 0 to max_tokens {}", tokens, state.options.max_tokens));
         }
         const ConstMatrix in = const_matrix("x", x, tokens, state.shape.latent, state.shape.activations);
         const Matrix out = matrix("y", y, tokens, state.shape.latent, state.shape.activations);
@@ -364,23 +397,28 @@ Status Context::all_reduce_rms_norm(ConstRows x, const void* gamma, Rows y, std:
         for (std::int64_t first = 0; first < tokens || block == 0; first += state.backend->block_tokens()) {
             const std::int64_t count = std::min(state.backend->block_tokens(), tokens - first);
             state.backend->begin_block(block++);
-            state.backend->main().all_reduce_norm(Step::reduce_latent, in.row_range(first, count), gamma, out.row_range(first, count));
+            state.backend->main().all_reduce_norm(Step::reduce_latent, in.row_range(first, count), gamma,
+                                                  out.row_range(first, count));
         }
         state.backend->end_call(out);
     });
 }
 
-Status Context::accumulate_projection(ConstRows a, const Layer& layer, Rows c_slice, std::int64_t tokens, Stream stream) const noexcept {
+Status Context::accumulate_projection(ConstRows a, const Layer& layer, Rows c_slice, std::int64_t tokens,
+                                      Stream stream) const noexcept {
     ContextState& state = *state_;
     CallIdentity identity{.tokens = tokens, .layer = layer.id(), .is_tail = false};
     return state.call(identity, stream, [&](auto begin) {
-        if (layer.state_.get() != state_.get()) throw Error(StatusCode::invalid_argument, "the layer belongs to another context");
+        if (layer.state_.get() != state_.get())
+            throw Error(StatusCode::invalid_argument, "the layer belongs to another context");
         if (state.shape.hidden % state.bootstrap.world != 0) {
-            throw Error(StatusCode::unsupported, fmt::format("hidden {} is not divisible by {} ranks, so no rank owns a column slice",
-                                                             state.shape.hidden, state.bootstrap.world));
+            throw Error(StatusCode::unsupported,
+                        fmt::format("hidden {} is not divisible by {} ranks, so no rank owns a column slice",
+                                    state.shape.hidden, state.bootstrap.world));
         }
         if (tokens < 0 || tokens > state.options.max_tokens) {
-            throw Error(StatusCode::invalid_argument, fmt::format("tokens is {}, expected 0 to max_tokens {}", tokens, state.options.max_tokens));
+            throw Error(StatusCode::invalid_argument,
+                        fmt::format("tokens is {}, expected 0 to max_tokens {}", tokens, state.options.max_tokens));
         }
         const std::int64_t columns = state.shape.hidden / state.bootstrap.world;
         const ConstMatrix in = const_matrix("a", a, tokens, state.shape.latent, state.shape.activations);
@@ -390,7 +428,8 @@ Status Context::accumulate_projection(ConstRows a, const Layer& layer, Rows c_sl
         for (std::int64_t first = 0; first < tokens; first += state.backend->block_tokens()) {
             const std::int64_t count = std::min(state.backend->block_tokens(), tokens - first);
             const Matrix part = out.row_range(first, count);
-            state.backend->main().project(in.row_range(first, count), *state.layers[layer.index_].packed, WeightPart::shard, {part, {}}, part);
+            state.backend->main().project(in.row_range(first, count), *state.layers[layer.index_].packed, WeightPart::shard,
+                                          {part, {}}, part);
         }
         state.backend->end_call({});
     });

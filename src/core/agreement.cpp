@@ -24,7 +24,8 @@ Fields parse(std::string_view message) {
         const std::size_t end = message.find('\x1e');
         const std::string_view field = message.substr(0, end);
         const std::size_t middle = field.find('\x1f');
-        fields.emplace_back(field.substr(0, middle), middle == std::string_view::npos ? std::string_view{} : field.substr(middle + 1));
+        fields.emplace_back(field.substr(0, middle),
+                            middle == std::string_view::npos ? std::string_view{} : field.substr(middle + 1));
         message.remove_prefix(end == std::string_view::npos ? message.size() : end + 1);
     }
     return fields;
@@ -67,12 +68,12 @@ void Agreement::confirm(const Bootstrap& bootstrap, const std::string& failure) 
             const auto [left_name, left_value] = at(all[0]);
             const auto [right_name, right_value] = at(all[rank]);
             if (left_name != right_name) {
-                throw Error(StatusCode::mismatch, fmt::format("{}: ranks differ: rank 0 has {} {}, rank {} has {} {}", what_, left_name,
-                                                              left_value, rank, right_name, right_value));
+                throw Error(StatusCode::mismatch, fmt::format("{}: ranks differ: rank 0 has {} {}, rank {} has {} {}", what_,
+                                                              left_name, left_value, rank, right_name, right_value));
             }
             if (left_value != right_value) {
-                throw Error(StatusCode::mismatch, fmt::format("{}: ranks differ in {}: rank 0 has {}, rank {} has {}", what_, left_name,
-                                                              left_value, rank, right_value));
+                throw Error(StatusCode::mismatch, fmt::format("{}: ranks differ in {}: rank 0 has {}, rank {} has {}", what_,
+                                                              left_name, left_value, rank, right_value));
             }
         }
     }

@@ -17,8 +17,8 @@ public:
 
     void field(std::string_view name, std::string value) { fields_.emplace_back(name, std::move(value)); }
 
-    /// Collective. If any rank failed before (`failure` is its error, empty if it has none), every rank throws: the failing rank
-    /// its own error, the others one that names it. Then throws `mismatch` on every rank if a field differs.
+    /// Collective. If any rank failed before (`failure` is its error, empty if it has none), every rank throws: the failing
+    /// rank its own error, the others one that names it. Then throws `mismatch` on every rank if a field differs.
     void confirm(const Bootstrap& bootstrap, const std::string& failure = {}) const;
 
 private:

@@ -4,13 +4,15 @@
 
 namespace latent_moe {
 
-Work work_of(Tail tail, const Shape& shape, int world, std::int64_t tokens, SharedState shared, double weight_element_bytes) {
+Work work_of(Tail tail, const Shape& shape, int world, std::int64_t tokens, SharedState shared,
+             double weight_element_bytes) {
     const double ranks = world;
     const auto m = static_cast<double>(tokens);
     const auto element = static_cast<double>(bytes_of(shape.activations));
     const double latent_bytes = m * static_cast<double>(shape.latent) * element;
     const double hidden_bytes = m * static_cast<double>(shape.hidden) * element;
-    const double whole_weights = static_cast<double>(shape.hidden) * static_cast<double>(shape.latent) * weight_element_bytes;
+    const double whole_weights =
+        static_cast<double>(shape.hidden) * static_cast<double>(shape.latent) * weight_element_bytes;
     const double whole_flops = 2 * m * static_cast<double>(shape.hidden) * static_cast<double>(shape.latent);
     const bool reduces_shared = shared == SharedState::partial && world > 1;
     // A reduce-scatter or an all-gather of b bytes sends b·(R−1)/R from each rank; an all-reduce is one of each.
@@ -54,7 +56,8 @@ Work work_of(Tail tail, const Shape& shape, int world, std::int64_t tokens, Shar
             // Every rank gets every latent partial; shared slices go to their owners and finished columns to everyone.
             work.weight_bytes = whole_weights / ranks;
             work.flops = whole_flops / ranks;
-            work.wire_bytes = (ranks - 1) * latent_bytes + (reduces_shared ? scatter * hidden_bytes : 0) + scatter * hidden_bytes;
+            work.wire_bytes =
+                (ranks - 1) * latent_bytes + (reduces_shared ? scatter * hidden_bytes : 0) + scatter * hidden_bytes;
             work.hideable_wire_bytes = work.wire_bytes;
             work.hops = 2;
             work.launches = 1;
@@ -64,11 +67,12 @@ Work work_of(Tail tail, const Shape& shape, int world, std::int64_t tokens, Shar
 }
 
 double expected_us(const Work& work, const Machine& machine) noexcept {
-    const double product =
-        std::max((work.weight_bytes + work.activation_bytes) / machine.memory_bytes_per_us, work.flops / machine.flops_per_us);
+    const double product = std::max((work.weight_bytes + work.activation_bytes) / machine.memory_bytes_per_us,
+                                    work.flops / machine.flops_per_us);
     const double hideable = work.hideable_wire_bytes / machine.wire_bytes_per_us;
     const double exposed = (work.wire_bytes - work.hideable_wire_bytes) / machine.wire_bytes_per_us;
-    const double fixed = work.hops * machine.hop_us + work.launches * machine.launch_us + work.collectives * machine.collective_us;
+    const double fixed =
+        work.hops * machine.hop_us + work.launches * machine.launch_us + work.collectives * machine.collective_us;
     return fixed + exposed + std::max(product, hideable);
 }
 

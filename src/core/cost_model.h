@@ -14,9 +14,9 @@ struct Work {
     double weight_bytes = 0;      ///< of W_up read
     double activation_bytes = 0;  ///< of activations read and written, locally
     double flops = 0;
-    double wire_bytes = 0;        ///< sent by this rank, all peers together
+    double wire_bytes = 0;           ///< sent by this rank, all peers together
     double hideable_wire_bytes = 0;  ///< the part of `wire_bytes` that the tail sends under its own product
-    int hops = 0;                 ///< one-way trips that wait for one another
+    int hops = 0;                    ///< one-way trips that wait for one another
     int collectives = 0;
     int launches = 0;
 };

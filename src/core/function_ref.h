@@ -17,8 +17,8 @@ public:
     FunctionRef() = default;
 
     template <typename Callable>
-        requires(!std::is_same_v<std::remove_cvref_t<Callable>, FunctionRef>)
-    FunctionRef(Callable&& callable)  // NOLINT(google-explicit-constructor): a lambda is passed where a FunctionRef is expected
+    requires(!std::is_same_v<std::remove_cvref_t<Callable>, FunctionRef>) FunctionRef(
+        Callable&& callable)  // NOLINT(google-explicit-constructor): a lambda is passed where a FunctionRef is expected
         : object_(const_cast<void*>(static_cast<const void*>(std::addressof(callable)))),
           invoke_([](void* object, Arguments... arguments) -> Result {
               return (*static_cast<std::add_pointer_t<std::remove_reference_t<Callable>>>(object))(

@@ -25,7 +25,8 @@ struct ConstMatrix {
         return {data == nullptr ? nullptr : row(first), count, columns, stride, dtype};
     }
     ConstMatrix column_range(std::int64_t first, std::int64_t count) const noexcept {
-        return {data == nullptr ? nullptr : data + first * static_cast<std::int64_t>(bytes_of(dtype)), rows, count, stride, dtype};
+        return {data == nullptr ? nullptr : data + first * static_cast<std::int64_t>(bytes_of(dtype)), rows, count, stride,
+                dtype};
     }
 };
 
@@ -46,7 +47,8 @@ struct Matrix {
         return {data == nullptr ? nullptr : row(first), count, columns, stride, dtype};
     }
     Matrix column_range(std::int64_t first, std::int64_t count) const noexcept {
-        return {data == nullptr ? nullptr : data + first * static_cast<std::int64_t>(bytes_of(dtype)), rows, count, stride, dtype};
+        return {data == nullptr ? nullptr : data + first * static_cast<std::int64_t>(bytes_of(dtype)), rows, count, stride,
+                dtype};
     }
 };
 

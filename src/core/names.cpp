@@ -42,7 +42,9 @@ const char* name(Dtype dtype) noexcept {
     return "unknown";
 }
 
-const char* name(Norm norm) noexcept { return norm == Norm::rms ? "rms" : "none"; }
+const char* name(Norm norm) noexcept {
+    return norm == Norm::rms ? "rms" : "none";
+}
 
 const char* name(SharedState state) noexcept {
     switch (state) {
@@ -53,7 +55,9 @@ const char* name(SharedState state) noexcept {
     return "unknown";
 }
 
-const char* name(Tail tail) noexcept { return tail_names.at(static_cast<std::size_t>(tail)); }
+const char* name(Tail tail) noexcept {
+    return tail_names.at(static_cast<std::size_t>(tail));
+}
 
 std::optional<Tail> tail_from_name(std::string_view wanted) noexcept {
     for (std::size_t index = 0; index < tail_names.size(); ++index) {
@@ -62,6 +66,8 @@ std::optional<Tail> tail_from_name(std::string_view wanted) noexcept {
     return std::nullopt;
 }
 
-const char* library_version() noexcept { return header_version; }
+const char* library_version() noexcept {
+    return header_version;
+}
 
 }  // namespace latent_moe

@@ -12,7 +12,8 @@ std::array<float, 256> make_e4m3_table() {
     for (unsigned bits = 0; bits < 256; ++bits) {
         const unsigned exponent = (bits >> 3) & 15U;
         const auto mantissa = static_cast<float>(bits & 7U);
-        float magnitude = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8.0F + mantissa, static_cast<int>(exponent) - 10);
+        float magnitude =
+            exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8.0F + mantissa, static_cast<int>(exponent) - 10);
         if ((bits & 0x7FU) == 0x7FU) magnitude = std::numeric_limits<float>::quiet_NaN();
         table[bits] = (bits & 0x80U) != 0 ? -magnitude : magnitude;
     }

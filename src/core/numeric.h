@@ -1,5 +1,5 @@
-// Number formats on the host: conversions that round to nearest even and keep NaN and infinities, written without branches on
-// the data so that loops over them vectorise.
+// Number formats on the host: conversions that round to nearest even and keep NaN and infinities, written without branches
+// on the data so that loops over them vectorise.
 #pragma once
 
 #include <array>
@@ -11,7 +11,9 @@
 
 namespace latent_moe {
 
-inline float float_from_bf16(std::uint16_t bits) noexcept { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
+inline float float_from_bf16(std::uint16_t bits) noexcept {
+    return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+}
 
 inline std::uint16_t bf16_from_float(float value) noexcept {
     const auto bits = std::bit_cast<std::uint32_t>(value);

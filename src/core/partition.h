@@ -7,8 +7,8 @@
 
 namespace latent_moe {
 
-/// Part `index` of `total` items split in `parts` nearly equal contiguous ranges, in order; the sizes differ by at most `grain`.
-/// Every range but the last starts at a multiple of `grain`.
+/// Part `index` of `total` items split in `parts` nearly equal contiguous ranges, in order; the sizes differ by at most
+/// `grain`. Every range but the last starts at a multiple of `grain`.
 constexpr TokenRange even_part(std::int64_t total, int parts, int index, std::int64_t grain = 1) noexcept {
     const std::int64_t grains = (total + grain - 1) / grain;
     const std::int64_t first = grains * index / parts * grain;

@@ -10,10 +10,14 @@
 namespace latent_moe {
 namespace {
 
-constexpr Tail tail_at(int index) noexcept { return static_cast<Tail>(index); }
+constexpr Tail tail_at(int index) noexcept {
+    return static_cast<Tail>(index);
+}
 
 /// Tails in which a rank multiplies by its own rows of W_up only.
-constexpr bool splits_columns(Tail tail) noexcept { return tail == Tail::column_parallel || tail == Tail::fused; }
+constexpr bool splits_columns(Tail tail) noexcept {
+    return tail == Tail::column_parallel || tail == Tail::fused;
+}
 
 }  // namespace
 
@@ -29,7 +33,8 @@ Planner::Gate Planner::gate(Tail tail, std::int64_t tokens) const noexcept {
     if (tail == Tail::late_reduce && shape_.norm != Norm::none) return Gate::norm;
     if (splits_columns(tail) && shape_.hidden % world_ != 0) return Gate::indivisible_columns;
     if (tail == Tail::overlap && options_.shared == SharedState::absent) return Gate::no_shared;
-    if ((tail == Tail::overlap || tail == Tail::column_parallel || tail == Tail::late_reduce) && options_.shared == SharedState::reduced) {
+    if ((tail == Tail::overlap || tail == Tail::column_parallel || tail == Tail::late_reduce) &&
+        options_.shared == SharedState::reduced) {
         return Gate::shared_reduced;
     }
     if (tail == Tail::fused && !capabilities_.fused) return Gate::fused_kernel;
@@ -45,20 +50,25 @@ std::string Planner::refusal(Tail tail, std::int64_t tokens) const {
         case Gate::one_rank: return "there is one rank, so nothing to exchange: replicated is the whole job";
         case Gate::no_shared: return "there is no shared partial whose reduction could overlap";
         case Gate::shared_reduced:
-            return tail == Tail::overlap ? "the shared partial is already reduced, so there is nothing to overlap"
-                                         : "the shared partial is already reduced, and this tail would sum it over the ranks again";
+            return tail == Tail::overlap
+                       ? "the shared partial is already reduced, so there is nothing to overlap"
+                       : "the shared partial is already reduced, and this tail would sum it over the ranks again";
         case Gate::indivisible_columns:
-            return fmt::format("hidden {} is not divisible by {} ranks, so the rows of W_up cannot be split evenly", shape_.hidden, world_);
+            return fmt::format("hidden {} is not divisible by {} ranks, so the rows of W_up cannot be split evenly",
+                               shape_.hidden, world_);
         case Gate::norm: return "the norm needs the summed latent before the projection";
-        case Gate::capacity: return fmt::format("{} tokens exceed the capacity of {} tokens", tokens, options_.capacity_tokens);
+        case Gate::capacity:
+            return fmt::format("{} tokens exceed the capacity of {} tokens", tokens, options_.capacity_tokens);
         case Gate::max_tokens: return fmt::format("{} tokens exceed max_tokens {}", tokens, options_.max_tokens);
         case Gate::whole_weights:
-            return fmt::format("it needs the whole W_up on every rank ({:.1f} MB a layer instead of {:.1f}); keep_whole_weights is off",
-                               static_cast<double>(shape_.hidden * shape_.latent) * capabilities_.weight_element_bytes / 1e6,
-                               static_cast<double>(shape_.hidden * shape_.latent) * capabilities_.weight_element_bytes / 1e6 / world_);
+            return fmt::format(
+                "it needs the whole W_up on every rank ({:.1f} MB a layer instead of {:.1f}); keep_whole_weights is off",
+                static_cast<double>(shape_.hidden * shape_.latent) * capabilities_.weight_element_bytes / 1e6,
+                static_cast<double>(shape_.hidden * shape_.latent) * capabilities_.weight_element_bytes / 1e6 / world_);
         case Gate::lanes: return capabilities_.concurrent_lanes_reason;
         case Gate::fused_kernel: return capabilities_.fused_reason;
-        case Gate::sequence_parallel: return "a sequence-parallel caller wants its own tokens only: token_parallel stops before the gather";
+        case Gate::sequence_parallel:
+            return "a sequence-parallel caller wants its own tokens only: token_parallel stops before the gather";
         case Gate::other_tail_asked: return fmt::format("the options ask for {} only", name(*options_.tail));
         case Gate::token_limit:
             return fmt::format("{} tokens exceed the limit of {} tokens that the options set for it", tokens,
@@ -88,7 +98,8 @@ std::optional<Tail> Planner::choose(std::int64_t tokens) const noexcept {
 }
 
 Plan Planner::plan(std::int64_t tokens) const {
-    Plan plan{.tokens = tokens, .source = fmt::format("cost model with the constants of {}", capabilities_.machine.description)};
+    Plan plan{.tokens = tokens,
+              .source = fmt::format("cost model with the constants of {}", capabilities_.machine.description)};
     for (int index = 0; index < tail_count; ++index) {
         const Tail tail = tail_at(index);
         if (allowed(tail, tokens)) {

@@ -16,11 +16,11 @@ namespace latent_moe {
 struct Capabilities {
     Machine machine;
     double weight_element_bytes = 2;
-    bool concurrent_lanes = true;       ///< two collectives may be under way at once
-    std::string concurrent_lanes_reason;///< why not
+    bool concurrent_lanes = true;         ///< two collectives may be under way at once
+    std::string concurrent_lanes_reason;  ///< why not
     bool fused = false;
     std::string fused_reason = "this backend has no fused kernel";
-    bool whole_weights = false;         ///< the whole W_up is on every rank
+    bool whole_weights = false;  ///< the whole W_up is on every rank
 };
 
 class Planner {

@@ -16,8 +16,8 @@ constexpr std::int64_t rows_at_once = 4;
 /// out[m][n] = Σ_k x[m][k] · w[n][k], accumulated in `Real`, for the columns n of one part.
 /// Compiled twice, since no one would wait for it without vectors.
 template <typename Real>
-[[gnu::always_inline]] inline void product_of(const Real* x, std::int64_t tokens, std::int64_t depth, const Real* weight_row, Real* out,
-                                              std::int64_t out_stride) {
+[[gnu::always_inline]] inline void product_of(const Real* x, std::int64_t tokens, std::int64_t depth, const Real* weight_row,
+                                              Real* out, std::int64_t out_stride) {
     std::int64_t m = 0;
     for (; m + rows_at_once <= tokens; m += rows_at_once) {
         Real s0 = 0;
@@ -48,14 +48,15 @@ template <typename Real>
 
 #if defined(__x86_64__)
 template <typename Real>
-[[gnu::target("avx2,fma")]] void product_avx2(const Real* x, std::int64_t tokens, std::int64_t depth, const Real* weight_row, Real* out,
-                                              std::int64_t out_stride) {
+[[gnu::target("avx2,fma")]] void product_avx2(const Real* x, std::int64_t tokens, std::int64_t depth, const Real* weight_row,
+                                              Real* out, std::int64_t out_stride) {
     product_of(x, tokens, depth, weight_row, out, out_stride);
 }
 #endif
 
 template <typename Real>
-void product_plain(const Real* x, std::int64_t tokens, std::int64_t depth, const Real* weight_row, Real* out, std::int64_t out_stride) {
+void product_plain(const Real* x, std::int64_t tokens, std::int64_t depth, const Real* weight_row, Real* out,
+                   std::int64_t out_stride) {
     product_of(x, tokens, depth, weight_row, out, out_stride);
 }
 
@@ -158,7 +159,8 @@ std::vector<double> reference_tail(const ReferenceInput& input) {
         if (shape.norm == Norm::rms) {
             double squares = 0;
             for (const double value : sum) squares += value * value;
-            const double scale = 1 / std::sqrt(squares / static_cast<double>(shape.latent) + static_cast<double>(shape.epsilon));
+            const double scale =
+                1 / std::sqrt(squares / static_cast<double>(shape.latent) + static_cast<double>(shape.epsilon));
             for (std::size_t i = 0; i < sum.size(); ++i) sum[i] *= scale * static_cast<double>(gamma[i]);
         }
         x.insert(x.end(), sum.begin(), sum.end());
@@ -209,7 +211,9 @@ std::vector<float> chain_tail(const ReferenceInput& input) {
     return out;
 }
 
-double relative_l2(const ConstMatrix& value, const std::vector<double>& reference) { return relative_l2(widened(value), reference); }
+double relative_l2(const ConstMatrix& value, const std::vector<double>& reference) {
+    return relative_l2(widened(value), reference);
+}
 
 double relative_l2(const std::vector<float>& value, const std::vector<double>& reference) {
     return relative_error([&](std::size_t i) { return static_cast<double>(value[i]); }, reference);

@@ -1,5 +1,5 @@
-// What a tail should return: a float64 reference, independent of every schedule, and the exact unfused chain that it is judged
-// beside. Plain loops over host memory; used by tests and `verify`, never by a tail.
+// What a tail should return: a float64 reference, independent of every schedule, and the exact unfused chain that it is
+// judged beside. Plain loops over host memory; used by tests and `verify`, never by a tail.
 #pragma once
 
 #include <cstdint>
@@ -34,8 +34,8 @@ std::vector<double> reference_tail(const ReferenceInput& input);
 ///     out = T(T(h + p) + prefix)
 std::vector<float> chain_tail(const ReferenceInput& input);
 
-/// ‖value − reference‖ / ‖reference‖ over the elements where the reference is finite; infinite if a value is not finite there.
-/// 0 for empty inputs.
+/// ‖value − reference‖ / ‖reference‖ over the elements where the reference is finite; infinite if a value is not finite
+/// there. 0 for empty inputs.
 double relative_l2(const ConstMatrix& value, const std::vector<double>& reference);
 double relative_l2(const std::vector<float>& value, const std::vector<double>& reference);
 double max_abs_error(const ConstMatrix& value, const std::vector<double>& reference);

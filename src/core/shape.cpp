@@ -35,10 +35,12 @@ void validate(const Shape& shape) {
     check_width("hidden", shape.hidden);
     check_width("latent", shape.latent);
     if (shape.norm == Norm::rms && !(std::isfinite(shape.epsilon) && shape.epsilon >= 0)) {
-        throw Error(StatusCode::invalid_argument, fmt::format("epsilon is {}, expected a finite number of at least 0", shape.epsilon));
+        throw Error(StatusCode::invalid_argument,
+                    fmt::format("epsilon is {}, expected a finite number of at least 0", shape.epsilon));
     }
     if (!std::isfinite(shape.routed_scale)) {
-        throw Error(StatusCode::invalid_argument, fmt::format("routed_scale is {}, expected a finite number", shape.routed_scale));
+        throw Error(StatusCode::invalid_argument,
+                    fmt::format("routed_scale is {}, expected a finite number", shape.routed_scale));
     }
     if (shape.activations == Dtype::e4m3) {
         throw Error(StatusCode::invalid_argument, "activations are e4m3, expected bf16, f16 or f32");

@@ -1,5 +1,5 @@
-// Tensors drawn from a seed. An element depends on the seed, the tensor and its position alone, so any part of any tensor can be
-// drawn anywhere, and every backend, tail and TP size sees the same ones.
+// Tensors drawn from a seed. An element depends on the seed, the tensor and its position alone, so any part of any tensor
+// can be drawn anywhere, and every backend, tail and TP size sees the same ones.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,8 @@ enum class Draw : std::uint8_t { routed, shared, prefix, weights, gamma };
 float standard_draw(std::uint64_t key, std::uint64_t index) noexcept;
 std::uint64_t draw_key(std::uint64_t seed, Draw draw, std::uint64_t instance) noexcept;
 
-/// Fills `matrix` with mean + deviation · N(0, 1), rounded to its dtype; element (i, j) has index (i + first_row) · columns + j.
+/// Fills `matrix` with mean + deviation · N(0, 1), rounded to its dtype; element (i, j) has index (i + first_row) · columns
+/// + j.
 void fill_normal(const Matrix& matrix, std::uint64_t key, float deviation, float mean = 0, std::int64_t first_row = 0);
 
 /// Rank `rank`'s summand of a matrix that is N(0, 1) when summed over all ranks, up to rounding: total / world plus noise of

@@ -14,7 +14,9 @@ namespace {
 /// Up to so many bytes of a partial the second exchange costs more than the repeated sums.
 constexpr std::int64_t one_stage_bytes = 64 * 1024;
 
-Region region_of(const ConstMatrix& matrix) { return {matrix.data, matrix.rows, matrix.row_bytes(), matrix.stride_bytes()}; }
+Region region_of(const ConstMatrix& matrix) {
+    return {matrix.data, matrix.rows, matrix.row_bytes(), matrix.stride_bytes()};
+}
 
 void copy_rows(const Region& from, const Matrix& to) {
     for (std::int64_t row = 0; row < from.rows; ++row) {
@@ -33,7 +35,8 @@ Collectives::Collectives(Transport& transport, Channel channel, Workers& workers
       sums_(static_cast<std::size_t>(widest * workers.count())),
       scratch_(sums_.size()),
       gamma_(static_cast<std::size_t>(shape.latent), 1.0F),
-      staged_(static_cast<std::size_t>(std::max(one_stage_bytes, widest * static_cast<std::int64_t>(bytes_of(shape.activations))))) {}
+      staged_(static_cast<std::size_t>(
+          std::max(one_stage_bytes, widest * static_cast<std::int64_t>(bytes_of(shape.activations))))) {}
 
 std::size_t Collectives::workspace_bytes() const noexcept {
     return (sums_.size() + scratch_.size() + gamma_.size()) * sizeof(float) + staged_.size();
@@ -147,9 +150,10 @@ void Collectives::all_gather(Step step, const ConstMatrix& in, std::span<const T
     });
 }
 
-// Rows of `own[rank]` go to that rank, which sums and finishes them. `out` may be this rank's own rows of `in`: no peer reads
-// those from here.
-void Collectives::reduce_rows(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out, FinishRow finish) {
+// Rows of `own[rank]` go to that rank, which sums and finishes them. `out` may be this rank's own rows of `in`: no peer
+// reads those from here.
+void Collectives::reduce_rows(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out,
+                              FinishRow finish) {
     std::array<Region, max_world> outgoing;
     for (std::size_t rank = 0; rank < own.size(); ++rank) {
         outgoing[rank] = region_of(in.row_range(own[rank].first, own[rank].count));
@@ -168,12 +172,13 @@ void Collectives::all_reduce_rows(Step step, const ConstMatrix& in, const Matrix
     std::array<Region, max_world> outgoing;
     outgoing.fill(region_of(in));
     const std::int64_t row_bytes = in.row_bytes();
-    exchange(step, std::span(outgoing.data(), static_cast<std::size_t>(transport_.world())), [&](std::span<const Region> incoming) {
-        workers_.for_each(in.rows, [&](int worker, std::int64_t row) {
-            sum_row(incoming, row, in.dtype, sum_of(worker), scratch_of(worker), in.columns);
-            finish(worker, row, sum_of(worker), staged_.data() + row * row_bytes);
-        });
-    });
+    exchange(step, std::span(outgoing.data(), static_cast<std::size_t>(transport_.world())),
+             [&](std::span<const Region> incoming) {
+                 workers_.for_each(in.rows, [&](int worker, std::int64_t row) {
+                     sum_row(incoming, row, in.dtype, sum_of(worker), scratch_of(worker), in.columns);
+                     finish(worker, row, sum_of(worker), staged_.data() + row * row_bytes);
+                 });
+             });
     copy_rows({staged_.data(), in.rows, row_bytes, row_bytes}, out);
 }
 

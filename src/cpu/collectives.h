@@ -1,5 +1,5 @@
-// Collectives over host memory, written once over `Transport`. Sums run in rank order in float32 and are rounded once, so every
-// rank gets the same bits whichever path a size takes.
+// Collectives over host memory, written once over `Transport`. Sums run in rank order in float32 and are rounded once, so
+// every rank gets the same bits whichever path a size takes.
 //
 // Small: one stage. Every rank reads every partial and sums for itself; one exchange.
 // Large: two stages. Each rank sums a part of its own, then all gather; two exchanges, 1/R of the arithmetic.
@@ -27,7 +27,8 @@ public:
     void all_reduce(Step step, const ConstMatrix& in, const Matrix& out, const ConstMatrix& prefix);
     void all_reduce_norm(Step step, const ConstMatrix& in, const void* gamma, const Matrix& out);
     void reduce_scatter(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out);
-    void reduce_scatter_norm(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const void* gamma, const Matrix& out);
+    void reduce_scatter_norm(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const void* gamma,
+                             const Matrix& out);
     void all_gather(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out);
 
     std::size_t workspace_bytes() const noexcept;

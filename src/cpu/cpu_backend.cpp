@@ -26,7 +26,8 @@ namespace {
 /// Tokens at a time: enough rows that reading W_up again for the next block costs little beside the arithmetic.
 constexpr std::int64_t tokens_per_block = 256;
 
-/// Constants of one worker thread, measured on the kinds of machine that build this project; `tune` replaces them by a table.
+/// Constants of one worker thread, measured on the kinds of machine that build this project; `tune` replaces them by a
+/// table.
 Machine machine_of(int threads, bool native_bf16) {
     const double each = threads;
     return {.description = fmt::format("{} CPU thread{} a rank, {} products", threads, threads == 1 ? "" : "s",
@@ -72,7 +73,8 @@ public:
         collectives_.all_gather(step, in, own, out);
     }
 
-    void project(const ConstMatrix& x, const PackedLayer& layer, WeightPart part, const Epilogue& epilogue, const Matrix& out) override {
+    void project(const ConstMatrix& x, const PackedLayer& layer, WeightPart part, const Epilogue& epilogue,
+                 const Matrix& out) override {
         product_->run(x, static_cast<const CpuPackedLayer&>(layer).weights(part), epilogue, out);
     }
 
@@ -80,7 +82,8 @@ public:
         workers_.for_each(out.rows, [&](int worker, std::int64_t row) {
             float* sum = sums_.data() + worker * widest_;
             float* scratch = scratch_.data() + worker * widest_;
-            const std::array<Region, 2> addends = {Region{a.row(row), 1, a.row_bytes(), 0}, Region{b.row(row), 1, b.row_bytes(), 0}};
+            const std::array<Region, 2> addends = {Region{a.row(row), 1, a.row_bytes(), 0},
+                                                   Region{b.row(row), 1, b.row_bytes(), 0}};
             sum_row(addends, 0, out.dtype, sum, scratch, out.columns);
             finish_row(sum, out.dtype, prefix.present() ? prefix.row(row) : nullptr, out.row(row), scratch, out.columns);
         });
@@ -125,21 +128,24 @@ public:
     const std::string& name() const noexcept override { return name_; }
 
     Capabilities capabilities() const override {
-        return {.machine = machine_of(workers_.count(), native_bf16_),
-                .weight_element_bytes = 2,
-                .concurrent_lanes = transport_->concurrent_channels(),
-                .concurrent_lanes_reason = "these ranks cannot run two collectives at once (MPI needs MPI_THREAD_SERIALIZED)",
-                .fused = false,
-                .fused_reason = "the cpu backend has no fused kernel",
-                .whole_weights = world_ == 1 || options_.keep_whole_weights};
+        return {
+            .machine = machine_of(workers_.count(), native_bf16_),
+            .weight_element_bytes = 2,
+            .concurrent_lanes = transport_->concurrent_channels(),
+            .concurrent_lanes_reason = "these ranks cannot run two collectives at once (MPI needs MPI_THREAD_SERIALIZED)",
+            .fused = false,
+            .fused_reason = "the cpu backend has no fused kernel",
+            .whole_weights = world_ == 1 || options_.keep_whole_weights};
     }
 
     std::unique_ptr<PackedLayer> pack(const WeightView& up_projection, const void* gamma) override {
-        return std::make_unique<CpuPackedLayer>(shape_, even_part(shape_.hidden, world_, rank_), capabilities().whole_weights, up_projection,
-                                                gamma);
+        return std::make_unique<CpuPackedLayer>(shape_, even_part(shape_.hidden, world_, rank_),
+                                                capabilities().whole_weights, up_projection, gamma);
     }
 
-    const void* gamma(const PackedLayer& layer) const noexcept override { return static_cast<const CpuPackedLayer&>(layer).gamma(); }
+    const void* gamma(const PackedLayer& layer) const noexcept override {
+        return static_cast<const CpuPackedLayer&>(layer).gamma();
+    }
 
     void gather_whole(PackedLayer& packed) override {
         auto& layer = static_cast<CpuPackedLayer&>(packed);
@@ -151,15 +157,18 @@ public:
             const ConstMatrix part = own.row_range(first, count);
             share({part.data, count, part.row_bytes(), part.stride_bytes()}, [&](int peer, const Region& from) {
                 const Matrix to = layer.rows({even_part(shape_.hidden, world_, peer).first + first, count});
-                for (std::int64_t row = 0; row < count; ++row) std::memcpy(to.row(row), from.row(row), static_cast<std::size_t>(from.row_bytes));
+                for (std::int64_t row = 0; row < count; ++row)
+                    std::memcpy(to.row(row), from.row(row), static_cast<std::size_t>(from.row_bytes));
             });
         }
         if (float* scales = layer.row_scales(); scales != nullptr) {
             const TokenRange mine = layer.own_rows();
             const auto bytes = static_cast<std::int64_t>(sizeof(float)) * mine.count;
-            share({reinterpret_cast<const std::byte*>(scales + mine.first), 1, bytes, bytes}, [&](int peer, const Region& from) {
-                std::memcpy(scales + even_part(shape_.hidden, world_, peer).first, from.data, static_cast<std::size_t>(from.row_bytes));
-            });
+            share({reinterpret_cast<const std::byte*>(scales + mine.first), 1, bytes, bytes},
+                  [&](int peer, const Region& from) {
+                      std::memcpy(scales + even_part(shape_.hidden, world_, peer).first, from.data,
+                                  static_cast<std::size_t>(from.row_bytes));
+                  });
         }
         layer.set_complete();
     }
@@ -187,8 +196,8 @@ public:
 
     std::size_t workspace_bytes() const noexcept override {
         if (!main_) return 0;
-        return latent_.size() + product_out_.size() + shared_.size() + product_->workspace_bytes() + main_->workspace_bytes() +
-               side_->workspace_bytes();
+        return latent_.size() + product_out_.size() + shared_.size() + product_->workspace_bytes() +
+               main_->workspace_bytes() + side_->workspace_bytes();
     }
 
     Matrix scratch(Scratch which, std::int64_t rows) override {
@@ -256,7 +265,8 @@ private:
     void share(const Region& mine, Store store) {
         std::array<Region, max_world> outgoing;
         outgoing.fill(mine);
-        transport_->exchange(Channel::main, {.step = Step::gather_weights}, std::span(outgoing.data(), static_cast<std::size_t>(world_)),
+        transport_->exchange(Channel::main, {.step = Step::gather_weights},
+                             std::span(outgoing.data(), static_cast<std::size_t>(world_)),
                              [&](std::span<const Region> incoming) {
                                  for (int peer = 0; peer < world_; ++peer) {
                                      if (peer != rank_) store(peer, incoming[static_cast<std::size_t>(peer)]);

@@ -35,7 +35,9 @@ private:
     int before_;
 };
 
-dnnl::memory::desc matrix_desc(std::int64_t rows, std::int64_t columns, DnnlType type, DnnlTag tag) { return {{rows, columns}, type, tag}; }
+dnnl::memory::desc matrix_desc(std::int64_t rows, std::int64_t columns, DnnlType type, DnnlTag tag) {
+    return {{rows, columns}, type, tag};
+}
 
 }  // namespace
 
@@ -57,15 +59,18 @@ public:
 
     std::size_t workspace_bytes() const noexcept {
         std::size_t bytes = x_.size() * sizeof(float);
-        for (const PerWorker& own : per_worker_) bytes += (own.weights.size() + own.product.size() + own.row.size()) * sizeof(float);
+        for (const PerWorker& own : per_worker_)
+            bytes += (own.weights.size() + own.product.size() + own.row.size()) * sizeof(float);
         return bytes;
     }
 
     void run(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out) {
         if (x.rows == 0) return;
-        if (x.rows > most_tokens_ || x.columns != depth_ || weights.rows.columns != depth_ || weights.rows.rows != out.columns) {
-            throw Error(StatusCode::internal, fmt::format("product of [{}, {}] and [{}, {}] into {} columns does not fit", x.rows, x.columns,
-                                                          weights.rows.rows, weights.rows.columns, out.columns));
+        if (x.rows > most_tokens_ || x.columns != depth_ || weights.rows.columns != depth_ ||
+            weights.rows.rows != out.columns) {
+            throw Error(StatusCode::internal,
+                        fmt::format("product of [{}, {}] and [{}, {}] into {} columns does not fit", x.rows, x.columns,
+                                    weights.rows.rows, weights.rows.columns, out.columns));
         }
         const bool bf16 = native_bf16_ && x.dtype == Dtype::bf16 && weights.rows.dtype == Dtype::bf16;
         const void* left = bf16 ? packed_bf16(x) : widened(x);
@@ -134,13 +139,15 @@ private:
     const void* packed_bf16(const ConstMatrix& x) {
         if (x.stride == x.columns) return x.data;
         for (std::int64_t row = 0; row < x.rows; ++row) {
-            std::memcpy(reinterpret_cast<std::byte*>(x_.data()) + row * x.row_bytes(), x.row(row), static_cast<std::size_t>(x.row_bytes()));
+            std::memcpy(reinterpret_cast<std::byte*>(x_.data()) + row * x.row_bytes(), x.row(row),
+                        static_cast<std::size_t>(x.row_bytes()));
         }
         return x_.data();
     }
 
     const void* widened(const ConstMatrix& x) {
-        workers_.for_each(x.rows, [&](int, std::int64_t row) { widen(x.row(row), x.dtype, x_.data() + row * depth_, depth_); });
+        workers_.for_each(x.rows,
+                          [&](int, std::int64_t row) { widen(x.row(row), x.dtype, x_.data() + row * depth_, depth_); });
         return x_.data();
     }
 
@@ -201,7 +208,11 @@ void Product::run(const ConstMatrix& x, const ProductWeights& weights, const Epi
     state_->run(x, weights, epilogue, out);
 }
 
-bool Product::native_bf16() const noexcept { return state_->native_bf16(); }
-std::size_t Product::workspace_bytes() const noexcept { return state_->workspace_bytes(); }
+bool Product::native_bf16() const noexcept {
+    return state_->native_bf16();
+}
+std::size_t Product::workspace_bytes() const noexcept {
+    return state_->workspace_bytes();
+}
 
 }  // namespace latent_moe

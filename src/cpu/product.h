@@ -2,7 +2,8 @@
 //
 // oneDNN is called by one thread at a time on blocks of a fixed width, whatever the number of workers, and writes contiguous
 // float32: so neither the bits nor the rounding depend on the machine's cores or on what ran before (docs/numerics.md).
-// Where the CPU has bf16 products and all operands are bf16 they are used; elsewhere operands are widened block by block, exactly.
+// Where the CPU has bf16 products and all operands are bf16 they are used; elsewhere operands are widened block by block,
+// exactly.
 #pragma once
 
 #include <cstdint>

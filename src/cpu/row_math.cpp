@@ -6,7 +6,8 @@
 
 namespace latent_moe {
 
-void sum_row(std::span<const Region> partials, std::int64_t row, Dtype dtype, float* sum, float* scratch, std::int64_t count) {
+void sum_row(std::span<const Region> partials, std::int64_t row, Dtype dtype, float* sum, float* scratch,
+             std::int64_t count) {
     widen(partials.front().row(row), dtype, sum, count);
     for (const Region& partial : partials.subspan(1)) {
         widen(partial.row(row), dtype, scratch, count);

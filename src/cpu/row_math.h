@@ -10,7 +10,8 @@
 namespace latent_moe {
 
 /// sum[0 … count) = Σ over `partials`, in order, of row `row` from byte `offset`.
-void sum_row(std::span<const Region> partials, std::int64_t row, Dtype dtype, float* sum, float* scratch, std::int64_t count);
+void sum_row(std::span<const Region> partials, std::int64_t row, Dtype dtype, float* sum, float* scratch,
+             std::int64_t count);
 
 /// values = T(values) · rsqrt(mean(T(values)²) + ε) · γ, in place, not yet rounded again. For `Norm::none`: T(values).
 void norm_row(const Shape& shape, const float* gamma, float* values);

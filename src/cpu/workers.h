@@ -22,8 +22,8 @@ public:
 
     int count() const noexcept { return static_cast<int>(threads_.size()) + 1; }
 
-    /// Runs `body(worker, item)` for every item from 0 to `items` and returns when all are done; rethrows the first exception.
-    /// Which worker takes which item is not fixed: results must not depend on it. One loop at a time.
+    /// Runs `body(worker, item)` for every item from 0 to `items` and returns when all are done; rethrows the first
+    /// exception. Which worker takes which item is not fixed: results must not depend on it. One loop at a time.
     void for_each(std::int64_t items, FunctionRef<void(int worker, std::int64_t item)> body);
 
 private:

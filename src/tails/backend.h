@@ -105,13 +105,14 @@ public:
     virtual void begin_call(const CallIdentity& identity, Stream stream) = 0;
     /// `out` is what every rank holds now (absent where ranks hold different rows): its digest goes out with the next call.
     virtual void end_call(const ConstMatrix& out) = 0;
-    /// Leaves nothing running of a call that failed between `begin_call` and `end_call`. Returns what the side lane failed with, if
-    /// it did: a failure of one lane makes the other fail too, and only one of them knows the cause.
+    /// Leaves nothing running of a call that failed between `begin_call` and `end_call`. Returns what the side lane failed
+    /// with, if it did: a failure of one lane makes the other fail too, and only one of them knows the cause.
     virtual Status end_after_failure() noexcept = 0;
     virtual void begin_block(std::int64_t block) = 0;
 
     virtual Lane& main() = 0;
-    /// Starts `side_work` on a second lane, ordered after everything on the main lane so far. `side_work` must live until `join`.
+    /// Starts `side_work` on a second lane, ordered after everything on the main lane so far. `side_work` must live until
+    /// `join`.
     virtual void fork(FunctionRef<void(Lane& side)> side_work) = 0;
     /// Orders the main lane after the side lane; rethrows what the side work threw.
     virtual void join() = 0;

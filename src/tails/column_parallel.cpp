@@ -11,7 +11,8 @@ namespace {
 Matrix writable_partial(Backend& backend, const TailCall& call) {
     if (call.shared.present() && call.consume_shared) {
         // The caller has said so: `TailInput::consume_shared`.
-        return {const_cast<std::byte*>(call.shared.data), call.tokens, call.shape.hidden, call.shared.stride, call.shared.dtype};
+        return {const_cast<std::byte*>(call.shared.data), call.tokens, call.shape.hidden, call.shared.stride,
+                call.shared.dtype};
     }
     const Matrix partial = call.before_prefix(backend);
     if (!call.shared.present()) {

@@ -1,4 +1,5 @@
-// late_reduce: without a norm the projection is linear, so the ranks' partials may be summed after it, once, with the shared ones.
+// late_reduce: without a norm the projection is linear, so the ranks' partials may be summed after it, once, with the shared
+// ones.
 //
 //     whole W_up on the rank's own routed partial, shared partial added in the epilogue → all-reduce
 #include "tails/schedule.h"

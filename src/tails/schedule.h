@@ -28,8 +28,11 @@ struct TailCall {
 
     bool reduces_shared() const noexcept { return shared_state == SharedState::partial && world > 1; }
     bool prefix_is_out() const noexcept { return prefix.present() && prefix.data == out.data; }
-    /// Where hidden-sized rows may be put before the last step: `out`, unless that holds a prefix which is still to be added.
-    Matrix before_prefix(Backend& backend) const { return prefix_is_out() ? backend.scratch(Scratch::shared, out.rows) : out; }
+    /// Where hidden-sized rows may be put before the last step: `out`, unless that holds a prefix which is still to be
+    /// added.
+    Matrix before_prefix(Backend& backend) const {
+        return prefix_is_out() ? backend.scratch(Scratch::shared, out.rows) : out;
+    }
     /// The call restricted to some of its tokens.
     TailCall block(std::int64_t first, std::int64_t count) const {
         TailCall part = *this;
@@ -53,7 +56,8 @@ void late_reduce_tail(Backend& backend, const TailCall& call);
 /// The schedule of a portable tail; null for `fused`, which is a backend's own.
 Schedule portable_schedule(Tail tail) noexcept;
 
-/// Runs `body(part of the call)` for consecutive blocks that fit the backend's workspace; once, with no tokens, for an empty call.
+/// Runs `body(part of the call)` for consecutive blocks that fit the backend's workspace; once, with no tokens, for an empty
+/// call.
 template <typename Body>
 void for_each_block(Backend& backend, const TailCall& call, Body body) {
     std::int64_t block = 0;

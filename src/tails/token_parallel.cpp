@@ -1,5 +1,5 @@
-// token_parallel: each rank finishes its own tokens. The least bytes on the wire; a sequence-parallel caller stops before the
-// gather.
+// token_parallel: each rank finishes its own tokens. The least bytes on the wire; a sequence-parallel caller stops before
+// the gather.
 //
 //     reduce-scatter latent by tokens + norm → reduce-scatter shared by tokens → whole W_up on own tokens → all-gather
 //

@@ -40,14 +40,15 @@ void exchange_and_check(Transport& transport, Channel channel, int rounds) {
             values[peer] = {transport.rank(), static_cast<int>(peer), round};
             outgoing[peer] = region(values[peer]);
         }
-        transport.exchange(channel, {.call = static_cast<std::uint64_t>(round)}, outgoing, [&](std::span<const Region> incoming) {
-            ASSERT_EQ(incoming.size(), ranks);
-            for (std::size_t peer = 0; peer < ranks; ++peer) {
-                ASSERT_EQ(int_at(incoming[peer], 0, 0), static_cast<int>(peer));
-                ASSERT_EQ(int_at(incoming[peer], 0, 1), transport.rank());
-                ASSERT_EQ(int_at(incoming[peer], 0, 2), round);
-            }
-        });
+        transport.exchange(channel, {.call = static_cast<std::uint64_t>(round)}, outgoing,
+                           [&](std::span<const Region> incoming) {
+                               ASSERT_EQ(incoming.size(), ranks);
+                               for (std::size_t peer = 0; peer < ranks; ++peer) {
+                                   ASSERT_EQ(int_at(incoming[peer], 0, 0), static_cast<int>(peer));
+                                   ASSERT_EQ(int_at(incoming[peer], 0, 1), transport.rank());
+                                   ASSERT_EQ(int_at(incoming[peer], 0, 2), round);
+                               }
+                           });
     }
 }
 
@@ -92,7 +93,8 @@ TEST(Transport, CarriesStridedRowsAndVolumesPastAnyBuffer) {
                 ASSERT_EQ(from.rows, rows);
                 ASSERT_EQ(from.row_bytes, row_ints * 4);
                 for (std::int64_t row = 0; row < rows; row += 13) {
-                    for (std::int64_t i = 0; i < row_ints; i += 7) ASSERT_EQ(int_at(from, row, i), static_cast<int>(row * (row_ints + 5) + i) * (peer + 1));
+                    for (std::int64_t i = 0; i < row_ints; i += 7)
+                        ASSERT_EQ(int_at(from, row, i), static_cast<int>(row * (row_ints + 5) + i) * (peer + 1));
                 }
             }
         });
@@ -122,7 +124,8 @@ TEST(Transport, RefusesDifferentCallsOnEveryRankAndNamesBoth) {
         const ExchangeHeader header{.call = 4, .tokens = first ? 8 : 9, .layer = 3, .tail = Tail::overlap, .is_tail = true};
         EXPECT_EQ(code_of_exchange(*bootstrap.transport, header, &message), StatusCode::mismatch);
         EXPECT_EQ(message,
-                  "ranks make different calls: rank 0 is in tail overlap of layer 3 with 8 tokens, rank 1 in tail overlap of layer 3 with "
+                  "ranks make different calls: rank 0 is in tail overlap of layer 3 with 8 tokens, rank 1 in tail overlap "
+                  "of layer 3 with "
                   "9 tokens");
     });
 }

@@ -43,10 +43,13 @@ TEST(ContextCreation, NamesTheFieldInWhichRanksDifferOnEveryRank) {
         {"activations: rank 0 has bf16, rank 1 has f16", [](Shape& shape, Options&) { shape.activations = Dtype::f16; }},
         {"capacity_tokens: rank 0 has 128, rank 1 has 64", [](Shape&, Options& options) { options.capacity_tokens = 64; }},
         {"max_tokens: rank 0 has 4096, rank 1 has 5000", [](Shape&, Options& options) { options.max_tokens = 5000; }},
-        {"keep_whole_weights: rank 0 has true, rank 1 has false", [](Shape&, Options& options) { options.keep_whole_weights = false; }},
+        {"keep_whole_weights: rank 0 has true, rank 1 has false",
+         [](Shape&, Options& options) { options.keep_whole_weights = false; }},
         {"tail: rank 0 has any, rank 1 has replicated", [](Shape&, Options& options) { options.tail = Tail::replicated; }},
-        {"shared: rank 0 has partial, rank 1 has absent", [](Shape&, Options& options) { options.shared = SharedState::absent; }},
-        {"sequence_parallel: rank 0 has false, rank 1 has true", [](Shape&, Options& options) { options.sequence_parallel = true; }},
+        {"shared: rank 0 has partial, rank 1 has absent",
+         [](Shape&, Options& options) { options.shared = SharedState::absent; }},
+        {"sequence_parallel: rank 0 has false, rank 1 has true",
+         [](Shape&, Options& options) { options.sequence_parallel = true; }},
     };
     const Problem problem(2, 1);
     for (const Difference& difference : differences) {
@@ -54,7 +57,8 @@ TEST(ContextCreation, NamesTheFieldInWhichRanksDifferOnEveryRank) {
             Shape shape = problem.shape;
             Options options = problem.context_options();
             if (bootstrap.rank == 1) difference.make(shape, options);
-            const std::string message = message_of([&] { Context::create(shape, bootstrap, options); }, StatusCode::mismatch);
+            const std::string message =
+                message_of([&] { Context::create(shape, bootstrap, options); }, StatusCode::mismatch);
             EXPECT_EQ(message, std::string("context creation: ranks differ in ") + difference.message);
         });
     }
@@ -75,10 +79,7 @@ TEST(ContextCreation, FailsOnEveryRankWhenOneRankFails) {
 
 TEST(ContextCreation, RefusesABackendThatIsNotThere) {
     const std::string message = message_of(
-        [] {
-            Context::create(*shape_preset("kimi-k3"), single_rank(), {.backend = "abacus"});
-        },
-        StatusCode::unavailable);
+        [] { Context::create(*shape_preset("kimi-k3"), single_rank(), {.backend = "abacus"}); }, StatusCode::unavailable);
     EXPECT_NE(message.find("backend is 'abacus', this build has"), std::string::npos) << message;
 }
 
@@ -87,7 +88,8 @@ TEST(ContextCreation, RefusesOptionsOutsideTheLimitsAndSaysWhich) {
     const auto message = [&](const Options& options, int world = 1) {
         std::string text;
         run_thread_ranks(world, [&](const Bootstrap& bootstrap) {
-            const std::string mine = message_of([&] { Context::create(shape, bootstrap, options); }, StatusCode::invalid_argument);
+            const std::string mine =
+                message_of([&] { Context::create(shape, bootstrap, options); }, StatusCode::invalid_argument);
             if (bootstrap.rank == 0) text = mine;
         });
         return text;
@@ -97,7 +99,8 @@ TEST(ContextCreation, RefusesOptionsOutsideTheLimitsAndSaysWhich) {
     EXPECT_EQ(message({.timeout_ms = 0}), "timeout_ms is 0, expected at least 1");
     EXPECT_EQ(message({.cpu_threads = -1}), "cpu_threads is -1, expected 0 to 1024");
     EXPECT_EQ(message({.backend = "cpu"}, 3),
-              "hidden 64 is not divisible by 3 ranks: no rank can own an equal shard of W_up, expected keep_whole_weights or a number of "
+              "hidden 64 is not divisible by 3 ranks: no rank can own an equal shard of W_up, expected keep_whole_weights "
+              "or a number of "
               "ranks that divides it");
 }
 
@@ -129,8 +132,9 @@ TEST(Layers, AreCheckedWhenTheyAreAdded) {
     context.add_layer(4, problem.weight_view(), problem.gamma_data());
     EXPECT_EQ(message(problem.weight_view(), problem.gamma_data()), "layer 4 was added already");
     context.seal();
-    EXPECT_EQ(message_of([&] { context.add_layer(5, problem.weight_view(), problem.gamma_data()); }, StatusCode::unsupported),
-              "layer 5: the context is sealed already");
+    EXPECT_EQ(
+        message_of([&] { context.add_layer(5, problem.weight_view(), problem.gamma_data()); }, StatusCode::unsupported),
+        "layer 5: the context is sealed already");
 }
 
 TEST(Layers, MustBeTheSameOnEveryRank) {
@@ -167,7 +171,8 @@ TEST(Calls, RefuseBadArgumentsAndLeaveTheContextUsable) {
     EXPECT_EQ(message(input, {}), "out is null, expected [4, 1344]");
     Tensor both = problem.shared[0];
     input.shared = both.rows();
-    EXPECT_EQ(message(input, {both.matrix().row(1), 1344}), "out overlaps shared, expected separate memory or exactly the same rows");
+    EXPECT_EQ(message(input, {both.matrix().row(1), 1344}),
+              "out overlaps shared, expected separate memory or exactly the same rows");
     EXPECT_FALSE(context.poll_fault().has_value());
     EXPECT_TRUE(context.layer(0).run(problem.input(0), out.writable_rows()).ok());
 }
@@ -181,7 +186,8 @@ TEST(Calls, NeedASealedContext) {
 }
 
 /// Two ranks make calls that differ; both must fail, with `message`, and stay failed.
-void expect_mismatch(const std::function<Status(const Context&, int rank, const Problem&, Tensor& out)>& call, const std::string& message) {
+void expect_mismatch(const std::function<Status(const Context&, int rank, const Problem&, Tensor& out)>& call,
+                     const std::string& message) {
     const Problem problem(2, 6);
     on_ranks(2, [&](const Bootstrap& bootstrap) {
         Context context = Context::create(problem.shape, bootstrap, problem.context_options());
@@ -205,24 +211,29 @@ TEST(Calls, WithDifferentTokensAreAnErrorOnEveryRank) {
             input.tokens = rank == 0 ? 6 : 0;
             return context.layer(0).run(Tail::column_parallel, input, out.writable_rows());
         },
-        "ranks make different calls: rank 0 is in tail column_parallel of layer 7 with 6 tokens, rank 1 in tail column_parallel of layer 7 "
+        "ranks make different calls: rank 0 is in tail column_parallel of layer 7 with 6 tokens, rank 1 in tail "
+        "column_parallel of layer 7 "
         "with 0 tokens");
 }
 
 TEST(Calls, OfDifferentLayersAreAnErrorOnEveryRank) {
     expect_mismatch(
         [](const Context& context, int rank, const Problem& problem, Tensor& out) {
-            return context.layer(static_cast<std::size_t>(rank)).run(Tail::overlap, problem.input(rank), out.writable_rows());
+            return context.layer(static_cast<std::size_t>(rank))
+                .run(Tail::overlap, problem.input(rank), out.writable_rows());
         },
-        "ranks make different calls: rank 0 is in tail overlap of layer 7 with 6 tokens, rank 1 in tail overlap of layer 8 with 6 tokens");
+        "ranks make different calls: rank 0 is in tail overlap of layer 7 with 6 tokens, rank 1 in tail overlap of layer 8 "
+        "with 6 tokens");
 }
 
 TEST(Calls, ThroughDifferentTailsAreAnErrorOnEveryRank) {
     expect_mismatch(
         [](const Context& context, int rank, const Problem& problem, Tensor& out) {
-            return context.layer(0).run(rank == 0 ? Tail::replicated : Tail::token_parallel, problem.input(rank), out.writable_rows());
+            return context.layer(0).run(rank == 0 ? Tail::replicated : Tail::token_parallel, problem.input(rank),
+                                        out.writable_rows());
         },
-        "ranks make different calls: rank 0 is in tail replicated of layer 7 with 6 tokens, rank 1 in tail token_parallel of layer 7 with 6 "
+        "ranks make different calls: rank 0 is in tail replicated of layer 7 with 6 tokens, rank 1 in tail token_parallel "
+        "of layer 7 with 6 "
         "tokens");
 }
 
@@ -240,7 +251,8 @@ TEST(Calls, ThatAPeerNeverMakesEndInATimeoutThatNamesIt) {
             for (const Tail tail : {Tail::overlap, Tail::replicated}) {
                 const Status status = context.layer(0).run(tail, problem.input(0), out.writable_rows());
                 EXPECT_EQ(status.code(), tail == Tail::overlap ? StatusCode::timeout : StatusCode::aborted);
-                EXPECT_NE(status.message().find("rank 1 did not arrive within 400 ms"), std::string::npos) << status.message();
+                EXPECT_NE(status.message().find("rank 1 did not arrive within 400 ms"), std::string::npos)
+                    << status.message();
             }
         },
         400);
@@ -276,7 +288,8 @@ TEST(SuspendAndResume, GiveTheWorkspaceBackAndRebuildIt) {
         EXPECT_GT(bytes, 0U);
         context.suspend();
         EXPECT_EQ(context.workspace_bytes(), 0U);
-        EXPECT_EQ(context.layer(0).run(problem.input(bootstrap.rank), after.writable_rows()).code(), StatusCode::unsupported);
+        EXPECT_EQ(context.layer(0).run(problem.input(bootstrap.rank), after.writable_rows()).code(),
+                  StatusCode::unsupported);
         context.resume();
         EXPECT_EQ(context.workspace_bytes(), bytes);
         ASSERT_TRUE(context.layer(0).run(problem.input(bootstrap.rank), after.writable_rows()).ok());
@@ -313,7 +326,8 @@ TEST(Parts, AllReduceRmsNormIsTheChainsNormBitForBit) {
                 const Context context = make_context(problem, bootstrap, problem.context_options());
                 Tensor y(tokens, problem.shape.latent, problem.shape.activations);
                 const Status status =
-                    context.all_reduce_rms_norm(problem.routed[static_cast<std::size_t>(bootstrap.rank)].rows(), problem.gamma_data(), y.writable_rows(), tokens);
+                    context.all_reduce_rms_norm(problem.routed[static_cast<std::size_t>(bootstrap.rank)].rows(),
+                                                problem.gamma_data(), y.writable_rows(), tokens);
                 ASSERT_TRUE(status.ok()) << status.message();
                 EXPECT_TRUE(test::same_on_all_ranks(bootstrap, y.content()));
                 double error = 0;
@@ -349,8 +363,8 @@ TEST(Parts, AccumulateProjectionAddsToItsColumnSliceInPlace) {
         const std::int64_t width = problem.shape.hidden / 2;
         Tensor c = problem.shared[rank];
         const Matrix slice = c.matrix().column_range(bootstrap.rank * width, width);
-        const Status status =
-            context.accumulate_projection(problem.routed[rank].rows(), context.layer(0), {slice.data, slice.stride}, problem.tokens);
+        const Status status = context.accumulate_projection(problem.routed[rank].rows(), context.layer(0),
+                                                            {slice.data, slice.stride}, problem.tokens);
         ASSERT_TRUE(status.ok()) << status.message();
         for (std::int64_t row = 0; row < problem.tokens; row += 37) {
             for (std::int64_t column = 0; column < problem.shape.hidden; ++column) {
@@ -361,7 +375,8 @@ TEST(Parts, AccumulateProjectionAddsToItsColumnSliceInPlace) {
                 }
                 double expected = static_cast<double>(before);
                 for (std::int64_t k = 0; k < problem.shape.latent; ++k) {
-                    expected += static_cast<double>(problem.routed[rank].at(row, k)) * static_cast<double>(problem.weights.at(column, k));
+                    expected += static_cast<double>(problem.routed[rank].at(row, k)) *
+                                static_cast<double>(problem.weights.at(column, k));
                 }
                 ASSERT_NEAR(c.at(row, column), expected, 0.005 + 0.005 * std::abs(expected));
             }

@@ -29,12 +29,14 @@ float nearest(float value, ToFloat to_float, unsigned largest_finite_bits) {
     unsigned best = low;
     if (above < below || (above == below && (high & 1U) == 0)) best = high;
     if (magnitude >= at(largest_finite_bits + 1)) best = largest_finite_bits + 1;
-    const float result = best > largest_finite_bits ? std::numeric_limits<float>::infinity() : to_float(static_cast<std::uint16_t>(best));
+    const float result =
+        best > largest_finite_bits ? std::numeric_limits<float>::infinity() : to_float(static_cast<std::uint16_t>(best));
     return std::signbit(value) ? -result : result;
 }
 
 std::vector<float> interesting_values() {
-    std::vector<float> values = {0.0F, -0.0F, 1.0F, -1.0F, 65504.0F, 65519.9F, 65520.0F, 65536.0F, 3.38e38F, 3.4e38F, 1e-8F, 2.98e-8F, 5.97e-8F};
+    std::vector<float> values = {0.0F,     -0.0F,    1.0F,    -1.0F, 65504.0F, 65519.9F, 65520.0F,
+                                 65536.0F, 3.38e38F, 3.4e38F, 1e-8F, 2.98e-8F, 5.97e-8F};
     std::uint32_t bits = 12345;
     for (int i = 0; i < 200'000; ++i) {
         bits = bits * 1664525U + 1013904223U;

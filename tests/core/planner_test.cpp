@@ -25,10 +25,13 @@ Capabilities capable() {
             .whole_weights = true};
 }
 
-std::string reason(const Planner& planner, Tail tail, std::int64_t tokens) { return planner.refusal(tail, tokens); }
+std::string reason(const Planner& planner, Tail tail, std::int64_t tokens) {
+    return planner.refusal(tail, tokens);
+}
 
 TEST(Plan, RefusesWithOneReasonForEveryGate) {
-    EXPECT_EQ(reason({k3, 1, {}, capable()}, Tail::column_parallel, 4), "there is one rank, so nothing to exchange: replicated is the whole job");
+    EXPECT_EQ(reason({k3, 1, {}, capable()}, Tail::column_parallel, 4),
+              "there is one rank, so nothing to exchange: replicated is the whole job");
     EXPECT_EQ(reason({k3, 2, {.shared = SharedState::absent}, capable()}, Tail::overlap, 4),
               "there is no shared partial whose reduction could overlap");
     EXPECT_EQ(reason({k3, 2, {.shared = SharedState::reduced}, capable()}, Tail::overlap, 4),
@@ -37,7 +40,8 @@ TEST(Plan, RefusesWithOneReasonForEveryGate) {
               "the shared partial is already reduced, and this tail would sum it over the ranks again");
     EXPECT_EQ(reason({k3, 3, {}, capable()}, Tail::fused, 4),
               "hidden 7168 is not divisible by 3 ranks, so the rows of W_up cannot be split evenly");
-    EXPECT_EQ(reason({k3, 2, {}, capable()}, Tail::late_reduce, 4), "the norm needs the summed latent before the projection");
+    EXPECT_EQ(reason({k3, 2, {}, capable()}, Tail::late_reduce, 4),
+              "the norm needs the summed latent before the projection");
     EXPECT_EQ(reason({k3, 2, {}, capable()}, Tail::fused, 129), "129 tokens exceed the capacity of 128 tokens");
     EXPECT_EQ(reason({k3, 2, {}, capable()}, Tail::replicated, 8193), "8193 tokens exceed max_tokens 8192");
     EXPECT_EQ(reason({k3, 2, {.sequence_parallel = true}, capable()}, Tail::fused, 4),
@@ -72,7 +76,8 @@ TEST(Plan, ObeysAUsersTokenLimitAgainstTheCosts) {
 }
 
 TEST(Plan, AsksTheGroupThatIsReducedOver) {
-    // An expert-parallel caller with tensor-parallel size 1: the group that is summed over has 8 ranks, and that is what counts.
+    // An expert-parallel caller with tensor-parallel size 1: the group that is summed over has 8 ranks, and that is what
+    // counts.
     const Planner planner(k3, 8, {.shared = SharedState::reduced, .expert_parallel = true}, capable());
     EXPECT_EQ(planner.refusal(Tail::fused, 4), "");
     EXPECT_TRUE(planner.choose(4).has_value());
@@ -86,8 +91,9 @@ TEST(Plan, ListsEveryTailOnceAndTheCheapestFirst) {
         ASSERT_FALSE(plan.candidates.empty());
         EXPECT_EQ(plan.tail, plan.candidates.front().tail);
         EXPECT_EQ(planner.choose(tokens), plan.tail);
-        EXPECT_TRUE(std::is_sorted(plan.candidates.begin(), plan.candidates.end(),
-                                   [](const Candidate& left, const Candidate& right) { return left.expected_us < right.expected_us; }));
+        EXPECT_TRUE(std::is_sorted(
+            plan.candidates.begin(), plan.candidates.end(),
+            [](const Candidate& left, const Candidate& right) { return left.expected_us < right.expected_us; }));
         for (const Refusal& refusal : plan.refused) EXPECT_FALSE(refusal.reason.empty());
     }
 }
@@ -115,7 +121,8 @@ TEST(Shapes, AreCheckedFieldByField) {
     EXPECT_EQ(message({.hidden = 7169, .latent = 8}), "hidden is 7169, expected a multiple of 8 from 8 to 1048576");
     EXPECT_EQ(message({.hidden = 8, .latent = 0}), "latent is 0, expected a multiple of 8 from 8 to 1048576");
     EXPECT_EQ(message({.hidden = 8, .latent = 8, .epsilon = -1}), "epsilon is -1, expected a finite number of at least 0");
-    EXPECT_EQ(message({.hidden = 8, .latent = 8, .activations = Dtype::e4m3}), "activations are e4m3, expected bf16, f16 or f32");
+    EXPECT_EQ(message({.hidden = 8, .latent = 8, .activations = Dtype::e4m3}),
+              "activations are e4m3, expected bf16, f16 or f32");
 }
 
 TEST(Shapes, HavePresetsForTheModels) {

@@ -68,7 +68,10 @@ TEST(Chain, GivesZerosForARowWhoseSquaresOverflow) {
     const Tensor routed = tensor({{1e30F, 1e30F}}, Dtype::bf16);
     const Tensor weights = tensor({{1, 1}}, Dtype::bf16);
     const Tensor gamma = tensor({{1, 1}}, Dtype::bf16);
-    const ReferenceInput input{.shape = {.hidden = 1, .latent = 2}, .routed = {routed.matrix()}, .weights = weights.matrix(), .gamma = gamma.data()};
+    const ReferenceInput input{.shape = {.hidden = 1, .latent = 2},
+                               .routed = {routed.matrix()},
+                               .weights = weights.matrix(),
+                               .gamma = gamma.data()};
     EXPECT_EQ(chain_tail(input)[0], 0.0F);
 }
 

@@ -21,8 +21,8 @@ Tensor drawn(std::int64_t rows, std::int64_t columns, Dtype dtype, std::uint64_t
 }
 
 /// Largest |out − (addend + x·Wᵀ)| over the size of the sum's terms.
-double error_of(const Tensor& x, const Tensor& w, const Tensor& addend, const Tensor& out, std::int64_t tokens, std::int64_t columns,
-                std::int64_t depth) {
+double error_of(const Tensor& x, const Tensor& w, const Tensor& addend, const Tensor& out, std::int64_t tokens,
+                std::int64_t columns, std::int64_t depth) {
     double worst = 0;
     for (std::int64_t row = 0; row < tokens; ++row) {
         for (std::int64_t column = 0; column < columns; ++column) {
@@ -52,7 +52,8 @@ TEST(Product, IsRightAtOddSizesInEveryType) {
                     Tensor out(tokens, columns, dtype, 7);
                     product.run(x.matrix(), {.rows = w.matrix()}, {.addend = addend.matrix()}, out.matrix());
                     const double rounding = dtype == Dtype::bf16 ? 0x1p-6 : dtype == Dtype::f16 ? 0x1p-9 : 0x1p-18;
-                    EXPECT_LT(error_of(x, w, addend, out, tokens, columns, 72), rounding) << name(dtype) << " " << tokens << " " << columns;
+                    EXPECT_LT(error_of(x, w, addend, out, tokens, columns, 72), rounding)
+                        << name(dtype) << " " << tokens << " " << columns;
                     EXPECT_TRUE(out.padding_intact());
                 }
             }
@@ -96,7 +97,11 @@ TEST(Workers, RunEveryItemOnceAndPassOnAnException) {
             workers.for_each(37, [&](int, std::int64_t item) { ++seen[static_cast<std::size_t>(item)]; });
             EXPECT_EQ(std::count(seen.begin(), seen.end(), 1), 37);
         }
-        EXPECT_THROW(workers.for_each(5, [](int, std::int64_t item) { if (item == 3) throw std::runtime_error("three"); }), std::runtime_error);
+        EXPECT_THROW(workers.for_each(5,
+                                      [](int, std::int64_t item) {
+                                          if (item == 3) throw std::runtime_error("three");
+                                      }),
+                     std::runtime_error);
         workers.for_each(3, [](int, std::int64_t) {});
     }
 }

@@ -33,7 +33,9 @@ bool has_ranks(int world) {
     return world <= size;
 }
 
-bool ranks_are_threads() { return false; }
+bool ranks_are_threads() {
+    return false;
+}
 
 }  // namespace latent_moe::test
 
@@ -43,7 +45,9 @@ int main(int argc, char** argv) {
     testing::InitGoogleTest(&argc, argv);
     int rank = 0;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-    if (rank != 0) delete testing::UnitTest::GetInstance()->listeners().Release(testing::UnitTest::GetInstance()->listeners().default_result_printer());
+    if (rank != 0)
+        delete testing::UnitTest::GetInstance()->listeners().Release(
+            testing::UnitTest::GetInstance()->listeners().default_result_printer());
     int failed = RUN_ALL_TESTS();
     int failed_anywhere = 0;
     MPI_Allreduce(&failed, &failed_anywhere, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);

@@ -22,7 +22,8 @@ Tensor::Tensor(std::int64_t rows, std::int64_t columns, Dtype dtype, std::int64_
       bytes_(static_cast<std::size_t>(rows * (columns + padding)) * bytes_of(dtype) + 64, padding_pattern) {}
 
 void Tensor::poison() {
-    for (std::int64_t row = 0; row < rows_; ++row) std::memset(matrix().row(row), 0xFF, static_cast<std::size_t>(matrix().row_bytes()));
+    for (std::int64_t row = 0; row < rows_; ++row)
+        std::memset(matrix().row(row), 0xFF, static_cast<std::size_t>(matrix().row_bytes()));
 }
 
 bool Tensor::padding_intact() const {
@@ -38,7 +39,9 @@ bool Tensor::padding_intact() const {
     return true;
 }
 
-float Tensor::at(std::int64_t row, std::int64_t column) const { return load_element(matrix().row(row), dtype_, column); }
+float Tensor::at(std::int64_t row, std::int64_t column) const {
+    return load_element(matrix().row(row), dtype_, column);
+}
 
 void Tensor::set(std::int64_t row, std::int64_t column, float value) {
     narrow(&value, dtype_, matrix().row(row) + column * static_cast<std::int64_t>(bytes_of(dtype_)), 1);
@@ -46,7 +49,8 @@ void Tensor::set(std::int64_t row, std::int64_t column, float value) {
 
 std::vector<std::byte> Tensor::content() const {
     std::vector<std::byte> rows;
-    for (std::int64_t row = 0; row < rows_; ++row) rows.insert(rows.end(), matrix().row(row), matrix().row(row) + matrix().row_bytes());
+    for (std::int64_t row = 0; row < rows_; ++row)
+        rows.insert(rows.end(), matrix().row(row), matrix().row(row) + matrix().row_bytes());
     return rows;
 }
 
@@ -80,7 +84,9 @@ Problem::Problem(int world_, std::int64_t tokens_, const ProblemOptions& options
     if (options.weight_dtype == Dtype::e4m3) {
         for (std::int64_t row = 0; row < shape.hidden; ++row) {
             for (std::int64_t column = 0; column < shape.latent; ++column) {
-                const auto bits = static_cast<unsigned>(std::abs(standard_draw(key(Draw::weights), static_cast<std::uint64_t>(row * shape.latent + column))) * 40);
+                const auto bits = static_cast<unsigned>(
+                    std::abs(standard_draw(key(Draw::weights), static_cast<std::uint64_t>(row * shape.latent + column))) *
+                    40);
                 weights.matrix().row(row)[column] = static_cast<std::byte>((bits % 0x60U) | (column % 2 == 0 ? 0x80U : 0U));
             }
         }
@@ -139,7 +145,9 @@ Context make_context(const Problem& problem, const Bootstrap& bootstrap, const O
     return context;
 }
 
-double allowed_ratio(Tail tail) { return tail == Tail::late_reduce ? 1.25 : 1.05; }
+double allowed_ratio(Tail tail) {
+    return tail == Tail::late_reduce ? 1.25 : 1.05;
+}
 
 bool same_on_all_ranks(const Bootstrap& bootstrap, const std::vector<std::byte>& bytes) {
     const auto size = static_cast<std::int64_t>(bytes.size());

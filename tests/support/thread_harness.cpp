@@ -6,8 +6,12 @@ void on_ranks(int world, const std::function<void(const Bootstrap&)>& body, int 
     run_thread_ranks(world, body, timeout_ms);
 }
 
-bool has_ranks(int) { return true; }
+bool has_ranks(int) {
+    return true;
+}
 
-bool ranks_are_threads() { return true; }
+bool ranks_are_threads() {
+    return true;
+}
 
 }  // namespace latent_moe::test

@@ -1,5 +1,5 @@
-// Two ranks that swapped both their weights and their offsets would still sum right: so look at each rank's own buffer before the
-// last collective.
+// Two ranks that swapped both their weights and their offsets would still sum right: so look at each rank's own buffer
+// before the last collective.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -37,7 +37,8 @@ public:
     void all_gather(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out) override {
         lane_.all_gather(step, in, own, out);
     }
-    void project(const ConstMatrix& x, const PackedLayer& layer, WeightPart part, const Epilogue& epilogue, const Matrix& out) override {
+    void project(const ConstMatrix& x, const PackedLayer& layer, WeightPart part, const Epilogue& epilogue,
+                 const Matrix& out) override {
         lane_.project(x, layer, part, epilogue, out);
     }
     void add(const ConstMatrix& a, const ConstMatrix& b, const ConstMatrix& prefix, const Matrix& out) override {
@@ -58,7 +59,9 @@ public:
 
     const std::string& name() const noexcept override { return backend_.name(); }
     Capabilities capabilities() const override { return backend_.capabilities(); }
-    std::unique_ptr<PackedLayer> pack(const WeightView& view, const void* gamma) override { return backend_.pack(view, gamma); }
+    std::unique_ptr<PackedLayer> pack(const WeightView& view, const void* gamma) override {
+        return backend_.pack(view, gamma);
+    }
     const void* gamma(const PackedLayer& layer) const noexcept override { return backend_.gamma(layer); }
     void gather_whole(PackedLayer& layer) override { backend_.gather_whole(layer); }
     std::int64_t block_tokens() const noexcept override { return backend_.block_tokens(); }
@@ -88,12 +91,14 @@ TEST(ColumnParallel, WritesItsOwnColumnsAndNoOther) {
         run_thread_ranks(world, [&](const Bootstrap& bootstrap) {
             const auto rank = static_cast<std::size_t>(bootstrap.rank);
             const std::unique_ptr<Backend> backend = make_cpu_backend(problem.shape, bootstrap, problem.context_options());
-            const std::unique_ptr<PackedLayer> layer = backend->pack(problem.weight_shard(bootstrap.rank), problem.gamma_data());
+            const std::unique_ptr<PackedLayer> layer =
+                backend->pack(problem.weight_shard(bootstrap.rank), problem.gamma_data());
             std::vector<ConstMatrix> seen;
             Tensor partial = problem.output();
             WatchingBackend watching(*backend, [&](const ConstMatrix& in) {
                 seen.push_back(in);
-                for (std::int64_t row = 0; row < in.rows; ++row) std::memcpy(partial.matrix().row(row), in.row(row), static_cast<std::size_t>(in.row_bytes()));
+                for (std::int64_t row = 0; row < in.rows; ++row)
+                    std::memcpy(partial.matrix().row(row), in.row(row), static_cast<std::size_t>(in.row_bytes()));
             });
             Tensor out = problem.output();
             watching.begin_call({.tokens = problem.tokens, .layer = 7, .tail = Tail::column_parallel}, nullptr);
@@ -112,7 +117,8 @@ TEST(ColumnParallel, WritesItsOwnColumnsAndNoOther) {
             watching.end_call(out.matrix());
             ASSERT_EQ(seen.size(), 1U);
 
-            // Outside its own columns the buffer is the shared partial; inside, the tail without the other ranks' shared ones.
+            // Outside its own columns the buffer is the shared partial; inside, the tail without the other ranks' shared
+            // ones.
             ReferenceInput own = problem.reference_input();
             own.shared = {problem.shared[rank].matrix()};
             const std::vector<double> expected = reference_tail(own);

@@ -24,8 +24,8 @@ std::vector<Tail> allowed_tails(const Context& context, std::int64_t tokens) {
 }
 
 std::string described(Tail tail, const Problem& problem) {
-    return std::string(name(tail)) + ", " + std::to_string(problem.world) + " ranks, " + std::to_string(problem.tokens) + " tokens, " +
-           name(problem.shape.activations);
+    return std::string(name(tail)) + ", " + std::to_string(problem.world) + " ranks, " + std::to_string(problem.tokens) +
+           " tokens, " + name(problem.shape.activations);
 }
 
 /// Runs every allowed tail twice; checks accuracy, identical ranks, an identical repeat and that nothing else was written.
@@ -34,7 +34,8 @@ void check_every_tail(const Problem& problem, std::int64_t padding = 0, const st
     on_ranks(problem.world, [&](const Bootstrap& bootstrap) {
         const Context context = make_context(problem, bootstrap, problem.context_options());
         const std::vector<Tail> tails = allowed_tails(context, problem.tokens);
-        for (const Tail tail : expected_tails) EXPECT_NE(std::find(tails.begin(), tails.end(), tail), tails.end()) << name(tail);
+        for (const Tail tail : expected_tails)
+            EXPECT_NE(std::find(tails.begin(), tails.end(), tail), tails.end()) << name(tail);
         for (const Tail tail : tails) {
             Tensor first = problem.output(padding);
             Tensor again = problem.output(padding);
@@ -59,7 +60,8 @@ TEST(Tails, MatchTheReferenceAtEveryRankAndTokenCount) {
 }
 
 TEST(Tails, RunWhereRanksDoNotDivideTheHiddenSize) {
-    for (const int world : {5, 11, 16}) check_every_tail(Problem(world, 9), 0, {Tail::replicated, Tail::overlap, Tail::token_parallel});
+    for (const int world : {5, 11, 16})
+        check_every_tail(Problem(world, 9), 0, {Tail::replicated, Tail::overlap, Tail::token_parallel});
 }
 
 TEST(Tails, RunInEveryActivationType) {
@@ -89,14 +91,21 @@ TEST(Tails, RunWithoutANorm) {
     }
 }
 
-TEST(Tails, ScaleTheRoutedProduct) { check_every_tail(Problem(2, 12, {.routed_scale = 2.5F})); }
+TEST(Tails, ScaleTheRoutedProduct) {
+    check_every_tail(Problem(2, 12, {.routed_scale = 2.5F}));
+}
 
-TEST(Tails, RunWithoutAPrefix) { check_every_tail(Problem(3, 12, {.prefix = false})); }
+TEST(Tails, RunWithoutAPrefix) {
+    check_every_tail(Problem(3, 12, {.prefix = false}));
+}
 
-TEST(Tails, HonourRowStridesAndTouchNothingBetweenRows) { check_every_tail(Problem(3, 40, {.padding = 24}), 40); }
+TEST(Tails, HonourRowStridesAndTouchNothingBetweenRows) {
+    check_every_tail(Problem(3, 40, {.padding = 24}), 40);
+}
 
 TEST(Tails, TakeASharedPartialThatIsAbsentOrAlreadyReduced) {
-    check_every_tail(Problem(3, 12, {.shared = SharedState::absent}), 0, {Tail::replicated, Tail::column_parallel, Tail::token_parallel});
+    check_every_tail(Problem(3, 12, {.shared = SharedState::absent}), 0,
+                     {Tail::replicated, Tail::column_parallel, Tail::token_parallel});
     check_every_tail(Problem(3, 12, {.shared = SharedState::reduced}), 0, {Tail::replicated, Tail::token_parallel});
 }
 
@@ -120,7 +129,8 @@ TEST(Tails, TakeFloat8WeightsWithScalarAndRowScales) {
             for (const Tail tail : allowed_tails(context, problem.tokens)) {
                 Tensor out = problem.output();
                 ASSERT_TRUE(layer.run(tail, problem.input(bootstrap.rank), out.writable_rows()).ok());
-                EXPECT_LE(relative_l2(out.matrix(), reference), 1.05 * chain_error) << name(tail) << (sharded ? " from shards" : "");
+                EXPECT_LE(relative_l2(out.matrix(), reference), 1.05 * chain_error)
+                    << name(tail) << (sharded ? " from shards" : "");
             }
         }
     });
@@ -220,7 +230,8 @@ TEST(Tails, KeepNanInfinityAndOverflowOnTheirOwnRow) {
     const float infinity = std::numeric_limits<float>::infinity();
     problem.routed[0].set(1, 5, std::nanf(""));
     problem.routed[1].set(2, 7, infinity);
-    for (std::int64_t column = 0; column < problem.shape.latent; ++column) problem.routed[0].set(3, column, 1e30F);  // squares overflow
+    for (std::int64_t column = 0; column < problem.shape.latent; ++column)
+        problem.routed[0].set(3, column, 1e30F);  // squares overflow
     problem.shared[1].set(4, 11, -infinity);
     for (std::int64_t column = 0; column < problem.shape.latent; column += 2) {
         problem.routed[0].set(5, column, -0.0F);
@@ -237,8 +248,10 @@ TEST(Tails, KeepNanInfinityAndOverflowOnTheirOwnRow) {
                 for (std::int64_t column = 0; column < problem.shape.hidden; ++column) {
                     const float value = out.at(row, column);
                     const float expected = problem.chain()[static_cast<std::size_t>(row * problem.shape.hidden + column)];
-                    ASSERT_EQ(std::isnan(value), std::isnan(expected)) << name(tail) << " row " << row << " column " << column;
-                    ASSERT_EQ(std::isinf(value), std::isinf(expected)) << name(tail) << " row " << row << " column " << column;
+                    ASSERT_EQ(std::isnan(value), std::isnan(expected))
+                        << name(tail) << " row " << row << " column " << column;
+                    ASSERT_EQ(std::isinf(value), std::isinf(expected))
+                        << name(tail) << " row " << row << " column " << column;
                     if (row == 0) {
                         ASSERT_EQ(value, out_clean.at(row, column)) << name(tail) << ": another row was touched";
                     }
@@ -297,7 +310,8 @@ TEST(Tails, GiveASequenceParallelCallerItsOwnTokens) {
         on_ranks(3, [&](const Bootstrap& bootstrap) {
             const Context context = make_context(problem, bootstrap, problem.context_options());
             Tensor whole = problem.output();
-            ASSERT_TRUE(context.layer(0).run(Tail::token_parallel, problem.input(bootstrap.rank), whole.writable_rows()).ok());
+            ASSERT_TRUE(
+                context.layer(0).run(Tail::token_parallel, problem.input(bootstrap.rank), whole.writable_rows()).ok());
 
             Options options = problem.context_options();
             options.sequence_parallel = true;
