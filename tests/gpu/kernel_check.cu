@@ -4,7 +4,8 @@
 //
 //     nvcc -O3 -std=c++20 -gencode=arch=compute_90a,code=sm_90a -cudart static --expt-relaxed-constexpr -Isrc -Iinclude
 //          src/gpu/kernels/*.cu tests/gpu/kernel_check.cu -o kernel_check          (one line)
-//     ./kernel_check [check] [faults] [time] [loopback] [ranks=R,R,…]             default: check faults time
+//     ./kernel_check [check] [faults] [time] [time-exchange] [time-projection] [loopback] [ranks=R,R,…]             default:
+//     check faults time
 //
 // Exit status 0: everything that was asked for passed. The last lines are a short table.
 #include <dlfcn.h>
@@ -87,7 +88,9 @@ float rounded(Dtype dtype, float v) {
         default: return v;
     }
 }
-const char* dtype_name(Dtype dtype) { return dtype == Dtype::bf16 ? "bf16" : dtype == Dtype::f16 ? "f16" : "f32"; }
+const char* dtype_name(Dtype dtype) {
+    return dtype == Dtype::bf16 ? "bf16" : dtype == Dtype::f16 ? "f16" : "f32";
+}
 double tolerance(Dtype dtype) {
     return dtype == Dtype::bf16 ? 4e-3 : dtype == Dtype::f16 ? 6e-4 : 2e-6;
 }
@@ -150,6 +153,7 @@ __global__ void __launch_bounds__(32) read_stream(const char* from, std::size_t 
     for (int i = 0; i < ring; ++i) mbarrier::init(bar(i), 1);
     mbarrier::publish_init();
     const int n = static_cast<int>(last - first);
+    release_dependents();
     for (int i = 0; i < n; ++i) {
         if (i >= ring) mbarrier::wait(bar(i % ring), (i / ring - 1) & 1);
         mbarrier::expect(bar(i % ring), chunk);
@@ -194,7 +198,7 @@ struct Group {
     std::vector<int> device;
     std::vector<cudaStream_t> stream;
     std::vector<void*> window;
-    std::vector<FaultBoard*> board;
+    std::vector<FaultRecord*> board;
     std::uint64_t timeout_ns = 4'000'000'000;
 
     Group(int ranks, Dtype d, std::int64_t bytes, bool loop = false)
@@ -207,7 +211,7 @@ struct Group {
             window.emplace_back();
             CUDA(cudaMalloc(&window.back(), window_bytes(slot_bytes)));
             board.emplace_back();
-            CUDA(cudaHostAlloc(reinterpret_cast<void**>(&board.back()), sizeof(FaultBoard),
+            CUDA(cudaHostAlloc(reinterpret_cast<void**>(&board.back()), sizeof(FaultRecord),
                                cudaHostAllocMapped | cudaHostAllocPortable));
         }
         reset();
@@ -224,7 +228,7 @@ struct Group {
 
     void reset() {
         for (int r = 0; r < local(); ++r) {
-            std::memset(static_cast<void*>(board[r]), 0, sizeof(FaultBoard));
+            std::memset(static_cast<void*>(board[r]), 0, sizeof(FaultRecord));
             CUDA(cudaSetDevice(device[r]));
             CUDA(reset_window(window[r], slot_bytes, dtype, stream[r]));
         }
@@ -235,7 +239,7 @@ struct Group {
         x.window.rank = rank, x.window.world = world;
         for (int r = 0; r < world; ++r) x.window.base[r] = window[loopback ? 0 : r];
         x.slot_bytes = slot_bytes, x.timeout_ns = timeout_ns, x.layer = layer, x.tail = tail;
-        CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&x.board), board[rank], 0));
+        CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&x.record), board[rank], 0));
         return x;
     }
     void each(const std::function<void(int)>& body) const {
@@ -250,7 +254,7 @@ struct Group {
     std::string faults() const {
         std::string text;
         for (int r = 0; r < local(); ++r) {
-            const FaultRecord& f = board[r]->record;
+            const FaultRecord& f = *board[r];
             if (f.code == 0) continue;
             char line[200];
             std::snprintf(line, sizeof line,
@@ -493,7 +497,7 @@ void check_faults() {
         randomise(t[r].x, Dtype::bf16, 9 + r, 1, 0, g.stream[r]);
         randomise(t[r].gamma, Dtype::bf16, 5, 0.3F, 1, g.stream[r]);
     });
-    const auto record = [&](int r) { return g.board[r]->record; };
+    const auto record = [&](int r) { return *g.board[r]; };
     for (const Op op : {Op::one_stage, Op::two_stage, Op::norm}) {
         // A peer that never calls, under a captured step of 92 calls: one timeout, not 92.
         g.timeout_ns = 30'000'000;
@@ -543,8 +547,12 @@ void check_faults() {
         CUDA(cudaSetDevice(g.device[0]));
         CUDA(call(g, 0, op, t[0], 8, false, false));
         start = seconds();
-        reinterpret_cast<volatile std::uint32_t&>(g.board[0]->abort_requested) = 1;
+        const std::uint32_t word = abort_word(0);
+        cudaStream_t aside;
+        CUDA(cudaStreamCreateWithFlags(&aside, cudaStreamNonBlocking));
+        CUDA(cudaMemcpyAsync(&control->fault, &word, sizeof word, cudaMemcpyDefault, aside));
         CUDA(cudaStreamSynchronize(g.stream[0]));
+        CUDA(cudaStreamDestroy(aside));
         expect(record(0).code == 3 && seconds() - start < 0.1, "%s, abort: %.3f s %s", op_name(op), seconds() - start,
                g.faults().c_str());
         // And after a reset everything works again.
@@ -587,6 +595,8 @@ void check_projection(const Product& shape, bool portable, std::initializer_list
     expect(misplaced == 0, "pack N=%ld K=%ld: %ld misplaced", static_cast<long>(N), static_cast<long>(K),
            static_cast<long>(misplaced));
 
+    std::printf("  projection %s %s N=%ld K=%ld\n", portable ? "portable" : "hopper", dtype_name(dtype),
+                static_cast<long>(N), static_cast<long>(K));
     for (const int tokens : sizes) {
         randomise(a, dtype, 100 + tokens);
         // Poison the rows beyond: nothing may come of them.
@@ -921,12 +931,14 @@ void time_projection() {
 
 int main(int argc, char** argv) {
     std::setvbuf(stdout, nullptr, _IONBF, 0);
+    setenv("CUDA_MODULE_LOADING", "EAGER", 1);       // loading a kernel beside one that waits may wait for it
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);  // a queue a rank, or ranks that share a GPU wait for one another
-    bool check = argc == 1, faults = argc == 1, timing = argc == 1, loopback = false;
+    bool check = argc == 1, faults = argc == 1, exchange_times = argc == 1, product_times = argc == 1, loopback = false;
     std::vector<int> worlds{2, 3, 4, 8};
     for (int i = 1; i < argc; ++i) {
         const std::string arg = argv[i];
-        check |= arg == "check", faults |= arg == "faults", timing |= arg == "time", loopback |= arg == "loopback";
+        check |= arg == "check", faults |= arg == "faults", exchange_times |= arg == "time" || arg == "time-exchange";
+        product_times |= arg == "time" || arg == "time-projection", loopback |= arg == "loopback";
         if (arg.rfind("ranks=", 0) == 0) {
             worlds.clear();
             for (const char* p = arg.c_str() + 6; *p; p += std::strcspn(p, ",") + (p[std::strcspn(p, ",")] == ','))
@@ -988,9 +1000,9 @@ int main(int argc, char** argv) {
         check_faults();
         done("faults");
     }
-    if (timing) {
-        if (devices >= 2) time_exchange();
-        time_projection();
+    if (exchange_times || product_times) {
+        if (exchange_times && devices >= 2) time_exchange();
+        if (product_times) time_projection();
         done("timing");
         std::printf("\n");
         for (const std::string& line : table) std::printf("%s\n", line.c_str());

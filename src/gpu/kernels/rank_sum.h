@@ -74,7 +74,7 @@ LATENT_MOE_DEVICE void keep_protocol(const Exchange& x, const Call& call, std::u
 
 inline bool valid(const Exchange& x) {
     const PeerWindow& w = x.window;
-    if (w.world < 1 || w.world > max_ranks || w.rank < 0 || w.rank >= w.world || x.tail > 255 || !x.board) return false;
+    if (w.world < 1 || w.world > max_ranks || w.rank < 0 || w.rank >= w.world || x.tail > 255 || !x.record) return false;
     if (x.slot_bytes % 128 != 0) return false;
     for (int r = 0; r < w.world; ++r) {
         if (!w.base[r]) return false;

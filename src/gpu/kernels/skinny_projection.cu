@@ -14,6 +14,7 @@
 // No thread waits for another cluster, so any number of CTAs is right. The sums' order is fixed by (N, K) and by the token
 // class (up to 8, 16, 32, 64): no atomics, the same bits on every run.
 #include <algorithm>
+#include <cstdlib>
 
 #include "gpu/kernels/kernels.h"
 #include "gpu/kernels/packed_layout.h"
@@ -164,11 +165,12 @@ struct Hopper {
     /// A[all tokens, 64 columns of each block of the panel], swizzled like a weight block.
     LATENT_MOE_DEVICE void load_panel(int begin, int count, int thread) const {
         const int units = count * 8;
-        for (int i = thread; i < units * p.tokens; i += Tile::math_threads) {
-            const int token = i / units, unit = i % units, block = unit / 8;
-            const std::int64_t column_unit = std::int64_t{first + begin} * 8 + unit;
-            copy16_async(panel + block * Tile::token_bytes + PackedLayout::unit_in_block(token, unit % 8),
-                         p.a.data + token * p.a.stride + column_unit * 16, column_unit * 8 < p.layout.latent);
+        for (int token = thread / 32; token < p.tokens; token += warps) {
+            for (int unit = thread % 32; unit < units; unit += 32) {
+                const std::int64_t column_unit = std::int64_t{first + begin} * 8 + unit;
+                copy16_async(panel + unit / 8 * Tile::token_bytes + PackedLayout::unit_in_block(token, unit % 8),
+                             p.a.data + token * p.a.stride + column_unit * 16, column_unit * 8 < p.layout.latent);
+            }
         }
         copies_commit();
         copies_wait();
@@ -198,7 +200,7 @@ struct Hopper {
                 }
                 wgmma_commit();
                 wgmma_wait<1>();  // the block before this one has been read
-                if (last_place >= 0 && thread % 32 == 0) mbarrier::arrive(empty + 8 * last_place);
+                if (blocks > p.ring && last_place >= 0 && thread % 32 == 0) mbarrier::arrive(empty + 8 * last_place);
                 last_place = place;
                 if (++place == p.ring) place = 0, ++turn;
             }
@@ -212,56 +214,66 @@ struct Hopper {
         }
     }
 
-    // A piece of 8 rows in `parts`, as the lanes of a warp hold it: token pairs (8j + 2t, + 1) of row g = lane / 4, t = lane
-    // % 4. | part 0: piece 0: lane 0: j = 0, 1, …; lane 1 … | piece 1 … | part 1 … |
+    // A piece of 8 rows in `parts`, as the lanes of a warp hold it: of row g = lane / 4 the token pairs 8j + 2t, t = lane %
+    // 4; two of them (j and j + 1) are one 16-byte store:      | part | piece | j / 2 | lane | j % 2, i |
+    static constexpr int vector = Tile::tokens == 8 ? 2 : 4;  ///< floats of a store
     static constexpr int piece_floats = 8 * Tile::tokens;
-    static constexpr int lane_floats = Tile::tokens / 4;
+    LATENT_MOE_DEVICE static int part_offset(int part_and_piece, int j, int lane) {
+        return part_and_piece * piece_floats + j * 2 / vector * 32 * vector + lane * vector + j * 2 % vector;
+    }
 
-    LATENT_MOE_DEVICE void send(const float (&sum)[Tile::tokens / 2], int thread) const {
-        const int warp = thread / 32, lane = thread % 32, pieces = groups / split;
+    LATENT_MOE_DEVICE void send(const float (&sum)[Tile::tokens / 2], int warp, int lane) const {
+        const int pieces = groups / split;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int group = warp * 2 + half, owner = group / pieces, piece = group % pieces;
-            const std::uint32_t to =
-                cluster::address_at(parts + ((part * pieces + piece) * piece_floats + lane * lane_floats) * 4, owner);
+            const std::uint32_t to = cluster::address_at(parts + part_offset(part * pieces + piece, 0, lane) * 4, owner);
             const std::uint32_t signal = cluster::address_at(received, owner);
-            if constexpr (Tile::tokens == 8) {
-                cluster::store_async(to, make_float2(sum[2 * half], sum[2 * half + 1]), signal);
-            } else {
 #pragma unroll
-                for (int j = 0; j < Tile::tokens / 8; j += 2) {
-                    cluster::store_async(to + j * 8,
-                                         make_float4(sum[4 * j + 2 * half], sum[4 * j + 2 * half + 1],
-                                                     sum[4 * j + 4 + 2 * half], sum[4 * j + 5 + 2 * half]),
-                                         signal);
+            for (int j = 0; j < Tile::tokens / 8; j += vector / 2) {
+                const float* from = sum + 4 * j + 2 * half;
+                if constexpr (vector == 2) {
+                    cluster::store_async(to, make_float2(from[0], from[1]), signal);
+                } else {
+                    cluster::store_async(to + j * 256, make_float4(from[0], from[1], from[4], from[5]), signal);
                 }
             }
         }
     }
 
-    LATENT_MOE_DEVICE void finish_rows(const float* shared_parts, int thread) const {
-        const int pieces = groups / split, pairs = pieces * 4;
-        const std::int64_t n0 = weight_tile * Tile::rows + part * pieces * 8;
-        const int items = pairs * p.tokens;
-        // The first addend is on its way while the parts are.
-        const auto at = [&](int i) { return std::pair{i / pairs, n0 + i % pairs * 2}; };
-        const auto wanted = [&](int i) { return i < items && n0 + i % pairs * 2 < p.layout.rows; };
-        std::uint32_t addend = 0;
-        if (wanted(thread)) addend = addend_at<dtype>(p, at(thread).first, at(thread).second);
-        mbarrier::wait(received, 0);
-        for (int i = thread; i < items; i += Tile::math_threads) {
-            if (!wanted(i)) continue;
-            const auto [token, n] = at(i);
-            if (i != thread) addend = addend_at<dtype>(p, token, n);
-            const int pair = i % pairs, piece = pair / 4, row = pair % 4 * 2;
-            const float* from =
-                shared_parts + piece * piece_floats + (row * 4 + token % 8 / 2) * lane_floats + token / 8 * 2 + token % 2;
-            float sum[2] = {};
-            for (int part = 0; part < split; ++part) {
-                sum[0] += from[part * pieces * piece_floats];
-                sum[1] += from[part * pieces * piece_floats + 4 * lane_floats];
+    /// A warp finishes 8 rows × 8 tokens at a time: adds the parts, turns the square so that a lane holds two neighbouring
+    /// columns of C.
+    LATENT_MOE_DEVICE void finish_rows(const float* shared_parts, int warp, int lane) const {
+        constexpr int columns = Tile::tokens / 8, at_once = 4;
+        const int pieces = groups / split, squares = pieces * columns;
+        const std::int64_t n0 = weight_tile * Tile::rows + part * pieces * 8 + lane % 4 * 2;
+        const auto token_of = [&](int square) { return square % columns * 8 + lane / 4; };
+        const auto column_of = [&](int square) { return n0 + square / columns * 8; };
+        const auto wanted = [&](int square) {
+            return square < squares && token_of(square) < p.tokens && column_of(square) < p.layout.rows;
+        };
+        for (int first_square = warp; first_square < squares; first_square += warps * at_once) {
+            std::uint32_t addend[at_once] = {};
+#pragma unroll
+            for (int i = 0; i < at_once; ++i) {
+                const int square = first_square + i * warps;
+                if (wanted(square)) addend[i] = addend_at<dtype>(p, token_of(square), column_of(square));
             }
-            finish<dtype>(p, token, n, sum, addend);
+            mbarrier::wait(received, 0);  // the addends are on their way while the parts are
+#pragma unroll
+            for (int i = 0; i < at_once; ++i) {
+                const int square = first_square + i * warps;
+                if (square >= squares) break;
+                float sum[2] = {};
+#pragma unroll 4
+                for (int source = 0; source < split; ++source) {
+                    const int offset = part_offset(source * pieces + square / columns, square % columns, lane);
+                    const float2 term = *reinterpret_cast<const float2*>(shared_parts + offset);
+                    sum[0] += term.x, sum[1] += term.y;
+                }
+                transpose_8x8(sum);
+                if (wanted(square)) finish<dtype>(p, token_of(square), column_of(square), sum, addend[i]);
+            }
         }
     }
 };
@@ -295,8 +307,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) project_hopper(const __grid_
     cluster::wait();
     float sum[Tile::tokens / 2];
     cta.multiply(sum, thread, warp / 4);
-    cta.send(sum, thread);
-    cta.finish_rows(reinterpret_cast<const float*>(shared + (cta.parts - shared_address(shared))), thread);
+    cta.send(sum, warp, thread % 32);
+    cta.finish_rows(reinterpret_cast<const float*>(shared + (cta.parts - shared_address(shared))), warp, thread % 32);
 #else
     __trap();  // the host picks the portable kernel where this one was not built
 #endif
@@ -392,7 +404,9 @@ Cut cut_for(const PackedLayout& layout) {
             const std::int64_t ctas = (layout.rows + rows - 1) / rows * split;
             const std::int64_t resident =
                 split <= 2 ? 132 : 120;  // clusters of 4 and 8 do not fill every corner of the chip
-            const std::int64_t cost = (ctas + resident - 1) / resident * ((layout.blocks() + split - 1) / split) * rows;
+            const std::int64_t per_cta = (layout.blocks() + split - 1) / split * rows;
+            const std::int64_t cost =
+                (ctas + resident - 1) / resident * (2500 + per_cta * 33 / 10);  // ns: a wave's start and end, its stream
             if (cost < best_cost) best_cost = cost, best = {rows, split};
         }
     }
@@ -404,7 +418,7 @@ cudaError_t launch_hopper(Params p, int split, bool dependent, cudaStream_t stre
     const int blocks = static_cast<int>((p.layout.blocks() + split - 1) / split);
     p.panel = Tile::panel_for(blocks);
     p.ring = Tile::ring_for(p.panel);
-    p.in_flight = std::min(p.ring, (Tile::rows == 128 ? 4 : 8));
+    p.in_flight = std::min(p.ring, getenv("SKF") ? atoi(getenv("SKF")) : (Tile::rows == 128 ? 4 : 8));
     const auto kernel = project_hopper<dtype, Tile>;
     if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, hopper_shared_bytes);
         e != cudaSuccess) {

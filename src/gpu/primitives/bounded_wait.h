@@ -1,11 +1,11 @@
 // Waiting for a peer, but not for ever.
 //
 // GUARANTEE. A wait ends when the data came, when `timeout_ns` have passed on this GPU's clock, when the context's fault
-// word is set, or when the host asks to abort. In the last three cases the fault word is set from then on, on this rank and
-// on every peer that can be reached, and all kernels of the context leave on entry: a captured step of 92 tails fails in one
-// timeout. The first fault of a rank is written to the host's board once, `code` last, after a system-scope fence: a host
-// that reads a non-zero `code` (acquire) sees the whole record. A fault word carries no data, so relaxed accesses suffice
-// for it.
+// word is set (by another thread, a peer, or the host that aborts). In the last two cases the fault word is set from then
+// on, on this rank and on every peer that can be reached, and all kernels of the context leave on entry: a captured step of
+// 92 tails fails in one timeout. The first fault of a rank is written to the host's record once, `code` last, after a
+// system-scope fence: a host that reads a non-zero `code` (acquire) sees the whole record. A fault word carries no data, so
+// relaxed accesses suffice for it.
 #pragma once
 
 #include "scoped.h"
@@ -32,13 +32,17 @@ LATENT_MOE_DEVICE std::uint32_t fault_word(FaultCode code, int rank, Phase phase
            static_cast<std::uint32_t>(phase) << 16;
 }
 
-/// Fills the host's board, if nobody did.
-__device__ inline void record_fault(const Exchange& x, const FaultRecord& fault) {
-    if (atomicExch(&control(x).reported, 1) != 0) return;
-    FaultRecord& to = x.board->record;
-    to = FaultRecord{0, fault.rank, fault.phase, fault.layer, fault.call, fault.expected, fault.found};
+/// Fills the host's record, if nobody did.
+__device__ inline bool record_fault(const Exchange& x, const FaultRecord& fault) {
+    if (atomicExch(&control(x).reported, 1) != 0) return false;
+    *x.record = FaultRecord{0, fault.rank, fault.phase, fault.layer, fault.call, fault.expected, fault.found};
     fence<Scope::system>();
-    store_relaxed(&to.code, fault.code);
+    store_relaxed(&x.record->code, fault.code);
+    return true;
+}
+
+__device__ inline void tell_everybody(const Exchange& x, std::uint32_t word) {
+    for (int r = 0; r < x.window.world; ++r) store_relaxed(&control_of(x, r).fault, word);
 }
 
 /// Sets this rank's fault word and its peers', and tells the host. A peer blames `x.window.rank` for a mismatch that it did
@@ -47,14 +51,16 @@ __device__ inline void raise_fault(const Exchange& x, std::uint32_t epoch, Fault
                                    std::uint64_t expected, std::uint64_t found) {
     record_fault(
         x, {static_cast<std::uint32_t>(code), rank, static_cast<std::uint32_t>(phase), x.layer, epoch, expected, found});
-    const int blamed = code == FaultCode::mismatch ? x.window.rank : rank;
-    for (int r = 0; r < x.window.world; ++r) store_relaxed(&control_of(x, r).fault, fault_word(code, blamed, phase));
+    tell_everybody(x, fault_word(code, code == FaultCode::mismatch ? x.window.rank : rank, phase));
 }
 
-/// True if a kernel that reads `word` in `Control::fault` must leave; the host then learns of a fault that a peer reported.
+/// True if a kernel that reads `word` in `Control::fault` must leave. The first to see a fault that came from elsewhere
+/// tells the host of it, and the peers of an abort.
 __device__ inline bool faulted(const Exchange& x, std::uint32_t word, std::uint32_t epoch) {
     if (word == 0) return false;
-    record_fault(x, {word & 0xff, static_cast<int>(word >> 8 & 0xff) - 1, word >> 16, x.layer, epoch, 0, 0});
+    const bool first =
+        record_fault(x, {word & 0xff, static_cast<int>(word >> 8 & 0xff) - 1, word >> 16, x.layer, epoch, 0, 0});
+    if (first && (word & 0xff) == static_cast<std::uint32_t>(FaultCode::aborted)) tell_everybody(x, word);
     return true;
 }
 
@@ -72,18 +78,16 @@ public:
     LATENT_MOE_DEVICE bool gave_up() const { return gave_up_; }
 
 private:
+    /// Touches no host memory: thousands of waiting threads that read over PCIe stalled the launches of the very peer that
+    /// they waited for.
     __device__ __noinline__ bool look_around(int peer, Phase phase) {
         if (gave_up_) return true;
         const std::uint64_t now = clock_ns();
         if (start_ == 0) start_ = now;
-        gave_up_ = true;
-        if (faulted(x_, load_relaxed(&control(x_).fault), epoch_)) return true;
-        if (now - start_ > x_.timeout_ns) {
+        gave_up_ = faulted(x_, load_relaxed(&control(x_).fault), epoch_);
+        if (!gave_up_ && now - start_ > x_.timeout_ns) {
+            gave_up_ = true;
             raise_fault(x_, epoch_, FaultCode::timeout, peer, phase, 0, 0);
-        } else if (load_relaxed(&x_.board->abort_requested) != 0) {
-            raise_fault(x_, epoch_, FaultCode::aborted, x_.window.rank, phase, 0, 0);
-        } else {
-            gave_up_ = false;
         }
         return gave_up_;
     }

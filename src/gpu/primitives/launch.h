@@ -27,7 +27,7 @@ LATENT_MOE_DEVICE void release_dependents() {
 struct Launch {
     int grid = 1;
     int block = 1;
-    int cluster = 1;
+    int cluster = 0;  ///< CTAs; 0: a kernel that knows nothing of clusters
     int shared_bytes = 0;
     bool dependent = false;  ///< may start before its predecessor has ended (sm_90 and newer)
     cudaStream_t stream = nullptr;
@@ -41,7 +41,7 @@ cudaError_t launch(const Launch& how, void (*kernel)(Params...), const Params&..
     config.dynamicSmemBytes = static_cast<std::size_t>(how.shared_bytes);
     config.stream = how.stream;
     cudaLaunchAttribute attributes[2];
-    if (how.cluster > 1) {
+    if (how.cluster > 0) {
         cudaLaunchAttribute& a = attributes[config.numAttrs++];
         a.id = cudaLaunchAttributeClusterDimension;
         a.val.clusterDim.x = static_cast<unsigned>(how.cluster);

@@ -29,6 +29,18 @@ LATENT_MOE_DEVICE void mma_16x8x16(float (&d)[4], std::uint32_t a0, std::uint32_
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+/// A square of 8 × 8 float32 that a warp holds by rows (lane l: row l / 4, columns 2 (l % 4) and the next) is turned:
+/// afterwards lane l holds column l / 4, rows 2 (l % 4) and the next. All lanes.
+LATENT_MOE_DEVICE void transpose_8x8(float (&v)[2]) {
+    // movmatrix turns squares of 16-bit elements: the upper halves are one, the lower halves another.
+    const std::uint32_t a = __float_as_uint(v[0]), b = __float_as_uint(v[1]);
+    std::uint32_t high = __byte_perm(a, b, 0x7632), low = __byte_perm(a, b, 0x5410);
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(high));
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(low));
+    v[0] = __uint_as_float(__byte_perm(low, high, 0x5410));
+    v[1] = __uint_as_float(__byte_perm(low, high, 0x7632));
+}
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
 /// Descriptor of a K-major operand in shared memory with the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1 KB

@@ -40,6 +40,12 @@ struct Control {
     alignas(128) Header headers[slots][max_ranks];
 };
 
+/// What `Control::fault` holds: FaultCode | (rank + 1) << 8 | Phase << 16. The host aborts a context by copying `abort_word`
+/// there, on a stream of its own: kernels that wait look at it now and then, and tell the peers.
+constexpr std::uint32_t abort_word(int rank) {
+    return 3 | static_cast<std::uint32_t>(rank + 1) << 8;
+}
+
 inline constexpr std::int64_t control_bytes = 4096;
 static_assert(sizeof(Control) <= control_bytes);
 
@@ -56,7 +62,7 @@ __host__ __device__
     return source < receiver ? source : source - 1;
 }
 
-/// What went wrong first. In host memory that the GPU can write (`FaultBoard`): the host polls `code` without blocking.
+/// What went wrong first. Lies in host-mapped memory: the host polls `code` without blocking.
 enum class FaultCode : std::uint32_t { none, timeout, mismatch, aborted };
 enum class Phase : std::uint32_t {
     none,
@@ -80,17 +86,12 @@ struct FaultRecord {
     std::uint64_t found;
 };
 
-struct FaultBoard {
-    FaultRecord record;
-    std::uint32_t abort_requested;  ///< set by the host; kernels that wait look at it now and then
-};
-
 /// All that a kernel needs to take part in the exchange. `slot_bytes`, `timeout_ns` and the order of calls are the same on
 /// every rank.
 struct Exchange {
     PeerWindow window;
     std::int64_t slot_bytes;   ///< a multiple of 128
-    FaultBoard* board;         ///< device address of host-mapped memory
+    FaultRecord* record;       ///< device address of host-mapped memory
     std::uint64_t timeout_ns;  ///< how long one wait may take
     std::int32_t layer;        ///< of this call; goes into the header
     std::uint32_t tail;        ///< of this call, below 256; goes into the header

@@ -1,0 +1,83 @@
+#include "gpu/kernels/convert.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "gpu/primitives/numeric.h"
+
+namespace latent_moe::gpu {
+namespace {
+
+constexpr int threads = 256;
+constexpr std::int64_t most_ctas = 4096;
+
+__device__ float element(const void* data, Dtype dtype, std::int64_t i) {
+    switch (dtype) {
+        case Dtype::bf16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
+        case Dtype::f16: return __half2float(static_cast<const __half*>(data)[i]);
+        case Dtype::f32: return static_cast<const float*>(data)[i];
+        case Dtype::e4m3: break;
+    }
+    // e4m3 as the bits of a half: exponent and mantissa one place further right, rebiased by 2^8; 0x7f is NaN.
+    const std::uint8_t bits = static_cast<const std::uint8_t*>(data)[i];
+    const auto half_bits = static_cast<unsigned short>((bits & 0x7f) << 7);
+    float value = __half2float(__ushort_as_half(half_bits)) * 256.0F;
+    if ((bits & 0x7f) == 0x7f) value = __uint_as_float(0x7fc00000);
+    return (bits & 0x80) != 0 ? -value : value;
+}
+
+__device__ void store(void* data, Dtype dtype, std::int64_t i, float value) {
+    switch (dtype) {
+        case Dtype::bf16: static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(value); break;
+        case Dtype::f16: static_cast<__half*>(data)[i] = __float2half_rn(value); break;
+        default: static_cast<float*>(data)[i] = value; break;
+    }
+}
+
+__global__ void __launch_bounds__(threads)
+    widen(const void* x, Dtype from, std::int64_t stride, void* y, Dtype to, std::int64_t rows, std::int64_t width) {
+    const std::int64_t step = std::int64_t{gridDim.x} * threads;
+    for (std::int64_t i = std::int64_t{blockIdx.x} * threads + threadIdx.x; i < rows * width; i += step) {
+        store(y, to, i, element(x, from, i / width * stride + i % width));
+    }
+}
+
+__global__ void __launch_bounds__(threads) noise(void* y, Dtype dtype, std::int64_t count) {
+    const std::int64_t step = std::int64_t{gridDim.x} * threads;
+    for (std::int64_t i = std::int64_t{blockIdx.x} * threads + threadIdx.x; i < count; i += step) {
+        auto bits = static_cast<std::uint32_t>(i) * 0x9e3779b1u;
+        bits = (bits ^ bits >> 15) * 0x85ebca77u;
+        bits ^= bits >> 13;
+        store(y, dtype, i, static_cast<float>(static_cast<int>(bits)) * 0x1p-30F);
+    }
+}
+
+int ctas_for(std::int64_t items) {
+    return static_cast<int>(std::min((items + threads - 1) / threads, most_ctas));
+}
+
+}  // namespace
+
+cudaError_t widen_rows(ConstRows x, Dtype from, void* y, Dtype to, std::int64_t rows, std::int64_t width,
+                       cudaStream_t stream) {
+    if (rows < 0 || width <= 0 || x.data == nullptr || y == nullptr || to == Dtype::e4m3) return cudaErrorInvalidValue;
+    if (rows == 0) return cudaSuccess;
+    widen<<<ctas_for(rows * width), threads, 0, stream>>>(x.data, from, x.stride == 0 ? width : x.stride, y, to, rows,
+                                                          width);
+    return cudaGetLastError();
+}
+
+cudaError_t fill_noise(void* y, Dtype dtype, std::int64_t count, cudaStream_t stream) {
+    if (count <= 0) return cudaErrorInvalidValue;
+    noise<<<ctas_for(count), threads, 0, stream>>>(y, dtype, count);
+    return cudaGetLastError();
+}
+
+cudaError_t has_code_for_device() {
+    cudaFuncAttributes attributes{};
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, noise);
+    static_cast<void>(cudaGetLastError());
+    return error;
+}
+
+}  // namespace latent_moe::gpu

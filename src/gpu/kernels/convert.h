@@ -1,0 +1,23 @@
+// Rows from one dtype to another, and numbers to measure with.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime.h>
+
+#include "latent_moe/tensor.h"
+
+namespace latent_moe::gpu {
+
+/// y = x where the dtype of y holds every value of x: e4m3 to anything, bf16 and f16 to f32, or the same dtype. Contiguous
+/// elements of y; `width` is a multiple of 8.
+cudaError_t widen_rows(ConstRows x, Dtype from, void* y, Dtype to, std::int64_t rows, std::int64_t width,
+                       cudaStream_t stream);
+
+/// Random elements of about unit size: products of zeros run faster than those of data.
+cudaError_t fill_noise(void* y, Dtype dtype, std::int64_t count, cudaStream_t stream);
+
+/// Whether this binary has code for the current device.
+cudaError_t has_code_for_device();
+
+}  // namespace latent_moe::gpu
