@@ -1,0 +1,85 @@
+// The options that subcommands share, as the user typed them. `problem.h` makes sense of them.
+#pragma once
+
+#include <CLI/CLI.hpp>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "latent_moe/plan.h"
+#include "latent_moe/shape.h"
+
+namespace latent_moe::cli {
+
+/// `--tail`: names, or `auto` (what the plan chooses), or `all`.
+struct TailChoice {
+    enum class Kind : std::uint8_t { automatic, all, named } kind = Kind::automatic;
+    std::vector<Tail> named;
+
+    bool one_named() const noexcept { return kind == Kind::named && named.size() == 1; }
+};
+
+struct Arguments {
+    // The shape.
+    std::optional<std::string> model;
+    std::optional<std::int64_t> hidden;
+    std::optional<std::int64_t> latent;
+    std::optional<Norm> norm;
+    std::optional<float> epsilon;
+    std::optional<float> routed_scale;
+    std::optional<Dtype> dtype;
+
+    // Where tensors come from.
+    std::optional<std::string> weights;
+    std::optional<std::int64_t> layer;
+    std::optional<std::string> inputs;
+    std::uint64_t seed = 1;
+    std::optional<Dtype> weight_dtype;
+    bool no_prefix = false;
+
+    // The ranks and the context.
+    std::optional<int> tp;
+    bool processes = false;
+    std::string backend = "auto";
+    std::optional<std::vector<std::int64_t>> tokens;
+    TailChoice tail;
+    std::optional<SharedState> shared;
+    bool sequence_parallel = false;
+    bool expert_parallel = false;
+    bool keep_whole_weights = false;
+    std::optional<std::int64_t> capacity;
+    std::vector<std::pair<Tail, std::int64_t>> limits;
+    int threads = 0;
+    int timeout_ms = 30'000;
+
+    // What comes out.
+    std::optional<std::string> out;
+    std::optional<std::string> json;
+    bool quiet = false;
+
+    // Of one subcommand each.
+    bool no_check = false;                  // run
+    std::optional<int> layers;              // bench, synthesize
+    std::optional<int> repeats;             // run, bench, op
+    std::string path;                       // inspect
+    std::string operation;                  // op
+    std::int64_t first_layer = 1;           // synthesize
+    int shards = 1;                         // synthesize
+    std::optional<std::string> inputs_out;  // synthesize
+};
+
+/// `1,2,4-8,64`. Throws `Error(invalid_argument)`.
+std::vector<std::int64_t> parse_tokens(const std::string& text);
+
+void add_shape_options(CLI::App& app, Arguments& arguments);
+void add_rank_options(CLI::App& app, Arguments& arguments);
+void add_tokens_option(CLI::App& app, Arguments& arguments, const std::string& fallback);
+void add_tail_option(CLI::App& app, Arguments& arguments, TailChoice::Kind fallback);
+void add_context_options(CLI::App& app, Arguments& arguments);
+void add_tensor_options(CLI::App& app, Arguments& arguments, bool with_inputs);
+void add_repeats_option(CLI::App& app, Arguments& arguments);
+void add_output_options(CLI::App& app, Arguments& arguments);
+
+}  // namespace latent_moe::cli

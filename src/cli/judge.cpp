@@ -1,0 +1,45 @@
+#include "cli/judge.h"
+
+#include <cmath>
+#include <cstddef>
+#include <limits>
+
+#include "core/numeric.h"
+
+namespace latent_moe::cli {
+
+Judge::Judge(const ReferenceInput& input)
+    : hidden_(input.shape.hidden), reference_(reference_tail(input)), chain_(chain_tail(input)) {
+    for (std::size_t i = 0; i < chain_.size(); ++i) {
+        if (!std::isfinite(chain_[i])) reference_[i] = std::numeric_limits<double>::quiet_NaN();
+    }
+}
+
+const Judge::Rows& Judge::first_rows(std::int64_t tokens) {
+    const auto found = rows_.find(tokens);
+    if (found != rows_.end()) return found->second;
+    rows_.clear();
+    const auto count = static_cast<std::ptrdiff_t>(tokens * hidden_);
+    Rows rows{.reference = {reference_.begin(), reference_.begin() + count}};
+    rows.chain_rel_l2 = relative_l2(std::vector<float>(chain_.begin(), chain_.begin() + count), rows.reference);
+    return rows_.emplace(tokens, std::move(rows)).first->second;
+}
+
+Verdict Judge::judge(const ConstMatrix& out, Tail tail) {
+    const Rows& rows = first_rows(out.rows);
+    Verdict verdict{.rel_l2 = relative_l2(out, rows.reference),
+                    .chain_rel_l2 = rows.chain_rel_l2,
+                    .max_abs = max_abs_error(out, rows.reference),
+                    .limit = tail == Tail::late_reduce ? 1.25 : 1.05};
+    std::vector<float> values(static_cast<std::size_t>(hidden_));
+    for (std::int64_t row = 0; row < out.rows && verdict.same_finite; ++row) {
+        widen(out.row(row), out.dtype, values.data(), hidden_);
+        const float* chain = chain_.data() + row * hidden_;
+        for (std::int64_t i = 0; i < hidden_; ++i) {
+            if (std::isfinite(values[static_cast<std::size_t>(i)]) != std::isfinite(chain[i])) verdict.same_finite = false;
+        }
+    }
+    return verdict;
+}
+
+}  // namespace latent_moe::cli

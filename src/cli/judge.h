@@ -1,0 +1,45 @@
+// Whether an output is as right as it must be: float64, and the unfused chain beside it.
+#pragma once
+
+#include <map>
+#include <vector>
+
+#include "core/matrix.h"
+#include "core/reference.h"
+#include "latent_moe/plan.h"
+
+namespace latent_moe::cli {
+
+struct Verdict {
+    double rel_l2 = 0;
+    double chain_rel_l2 = 0;
+    double max_abs = 0;
+    double limit = 1.05;      ///< `rel_l2` may be so many times `chain_rel_l2`
+    bool same_finite = true;  ///< finite exactly where the chain is
+
+    bool accurate() const noexcept { return same_finite && rel_l2 <= limit * chain_rel_l2; }
+};
+
+class Judge {
+public:
+    /// Takes seconds at the size of today's models.
+    explicit Judge(const ReferenceInput& input);
+
+    /// `out` holds the first rows. `tail` decides how much more than the chain's error is let pass.
+    Verdict judge(const ConstMatrix& out, Tail tail);
+
+private:
+    /// The first rows of both, and the chain's own error.
+    struct Rows {
+        std::vector<double> reference;  ///< NaN where the chain is not finite: there its pattern is what counts
+        double chain_rel_l2 = 0;
+    };
+    const Rows& first_rows(std::int64_t tokens);
+
+    std::int64_t hidden_;
+    std::vector<double> reference_;
+    std::vector<float> chain_;
+    std::map<std::int64_t, Rows> rows_;  // of the last number of tokens
+};
+
+}  // namespace latent_moe::cli

@@ -1,0 +1,103 @@
+// The program `latent-moe`: finds the subcommand, runs it, and turns however it ended into an exit status and one line.
+#include <fmt/format.h>
+#include <CLI/CLI.hpp>
+
+#include <algorithm>
+#include <array>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "cli/command.h"
+#include "latent_moe/version.h"
+
+namespace latent_moe::cli {
+namespace {
+
+/// This process's number under a launcher, before MPI is up; 0 without one.
+bool is_first_of_launch() {
+    for (const char* variable : {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"}) {
+        if (const char* rank = std::getenv(variable)) return std::string(rank) == "0";
+    }
+    return true;
+}
+
+/// One line, whatever the message holds.
+void tell(const std::string& message) {
+    std::string line = message;
+    std::replace_if(
+        line.begin(), line.end(), [](unsigned char c) { return c == '\n' || c == '\r'; }, ' ');
+    line.erase(line.find_last_not_of(' ') + 1);
+    std::fprintf(stderr, "latent-moe: error: %s\n", line.c_str());
+}
+
+struct Program {
+    CLI::App app{
+        "The tail of latent mixture-of-experts layers under tensor parallelism: run it, verify it, time it, explain it.\n",
+        "latent-moe"};
+    std::array<Command, 9> commands = {run_command(),     verify_command(), bench_command(),
+                                       explain_command(), tune_command(),   inspect_command(),
+                                       op_command(),      info_command(),   synthesize_command()};
+    std::array<Arguments, 9> arguments;  // one a subcommand, whose defaults differ
+    std::array<CLI::App*, 9> subcommands{};
+
+    Program() {
+        app.set_version_flag("--version", fmt::format("latent-moe {}", library_version()));
+        app.require_subcommand(1);
+        app.footer(
+            "Exit status: 0 done and every check passed; 1 a check failed; 2 bad usage or bad input; 3 the machine cannot "
+            "do it.\n"
+            "`latent-moe SUBCOMMAND --help` shows the options of each, with examples.");
+        for (std::size_t i = 0; i < commands.size(); ++i) {
+            subcommands[i] = app.add_subcommand(commands[i].name, commands[i].summary);
+            subcommands[i]->footer(fmt::format("Examples:\n{}", commands[i].examples));
+            commands[i].add_options(*subcommands[i], arguments[i]);
+        }
+    }
+
+    std::size_t chosen() const {
+        return static_cast<std::size_t>(
+            std::find_if(subcommands.begin(), subcommands.end(), [](const CLI::App* each) { return each->parsed(); }) -
+            subcommands.begin());
+    }
+};
+
+int run_program(int count, char** texts) {
+    Program program;
+    bool helped = false;
+    const Outcome parsed = attempt([&] {
+        try {
+            program.app.parse(count, texts);
+        } catch (const CLI::Success& help) {  // --help or --version
+            helped = true;
+            if (is_first_of_launch()) program.app.exit(help);
+        } catch (const CLI::ParseError& error) {
+            throw Error(StatusCode::invalid_argument, error.what());
+        }
+        return done;
+    });
+    if (!parsed.failure.ok() && is_first_of_launch()) tell(parsed.failure.message());
+    if (!parsed.failure.ok() || helped) return parsed.status;
+
+    const Command& command = program.commands[program.chosen()];
+    const Arguments& arguments = program.arguments[program.chosen()];
+    std::unique_ptr<Ranks> ranks;
+    Outcome outcome = attempt([&] {
+        ranks = arguments.processes ? make_process_ranks(arguments.timeout_ms) : make_thread_ranks(arguments.timeout_ms);
+        return done;
+    });
+    if (ranks) outcome = ranks->settle(attempt([&] { return command.execute(arguments, *ranks); }));
+    if (!outcome.failure.ok() && (!ranks || ranks->speaks())) tell(outcome.failure.message());
+    return outcome.status;
+}
+
+}  // namespace
+}  // namespace latent_moe::cli
+
+int main(int count, char** texts) {
+    // A closed pipe or a full file is an error of the write that meets it, not the end of the program.
+    std::signal(SIGPIPE, SIG_IGN);
+    std::signal(SIGXFSZ, SIG_IGN);
+    return latent_moe::cli::run_program(count, texts);
+}

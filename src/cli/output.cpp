@@ -1,0 +1,102 @@
+#include "cli/output.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <span>
+
+#include "latent_moe/status.h"
+
+namespace latent_moe::cli {
+
+Table::Table(std::vector<std::string> headers) {
+    for (std::string& header : headers) {
+        left_.push_back(header.starts_with('<'));
+        if (left_.back()) header.erase(0, 1);
+    }
+    rows_.push_back(std::move(headers));
+}
+
+void Table::row(std::vector<std::string> cells) {
+    rows_.push_back(std::move(cells));
+}
+
+std::string Table::text() const {
+    std::vector<std::size_t> widths(left_.size());
+    for (const std::vector<std::string>& row : rows_) {
+        for (std::size_t column = 0; column < row.size(); ++column)
+            widths[column] = std::max(widths[column], row[column].size());
+    }
+    std::string text;
+    for (const std::vector<std::string>& row : rows_) {
+        std::string line;
+        for (std::size_t column = 0; column < row.size(); ++column) {
+            line += left_[column] ? fmt::format("{:<{}}  ", row[column], widths[column])
+                                  : fmt::format("{:>{}}  ", row[column], widths[column]);
+        }
+        line.erase(line.find_last_not_of(' ') + 1);
+        text += line + '\n';
+    }
+    return text;
+}
+
+Output::Output(const Arguments& arguments, bool speaks) : prints_(speaks && !arguments.quiet) {
+    if (!speaks || !arguments.json) return;
+    json_to_stdout_ = *arguments.json == "-";
+    if (json_to_stdout_) {
+        prints_ = false;
+    } else {
+        json_file_.emplace(*arguments.json);
+    }
+}
+
+void Output::json(const Json& value) {
+    if (!json_to_stdout_ && !json_file_) return;
+    // Names in a file may hold any bytes: what is not UTF-8 is replaced.
+    const std::string text = value.dump(2, ' ', false, Json::error_handler_t::replace) + '\n';
+    if (json_to_stdout_) return write(text);
+    json_file_->write(std::as_bytes(std::span(text)));
+    json_file_->commit();
+}
+
+void Output::write(std::string_view text) {
+    errno = 0;
+    const bool written = std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
+    if (written || errno == EPIPE) return;
+    const int problem = errno;
+    std::clearerr(stdout);
+    throw Error(StatusCode::io, fmt::format("standard output: cannot write: {}", std::strerror(problem)));
+}
+
+Progress::Progress(const Arguments& arguments, bool speaks)
+    : shown_(speaks && !arguments.quiet && ::isatty(STDERR_FILENO) != 0) {}
+
+Progress::~Progress() {
+    if (shown_) show("");
+}
+
+void Progress::show(const std::string& text) {
+    std::fprintf(stderr, "\r\x1b[K%s", text.c_str());
+    std::fflush(stderr);
+}
+
+std::string bytes_text(double bytes) {
+    if (bytes < 1e3) return fmt::format("{:.0f} B", bytes);
+    if (bytes < 1e6) return fmt::format("{:.1f} KB", bytes / 1e3);
+    if (bytes < 1e9) return fmt::format("{:.1f} MB", bytes / 1e6);
+    return fmt::format("{:.2f} GB", bytes / 1e9);
+}
+
+std::string us_text(double us) {
+    if (us < 10) return fmt::format("{:.2f}", us);
+    return us < 1000 ? fmt::format("{:.1f}", us) : fmt::format("{:.0f}", us);
+}
+
+std::string error_text(double error) {
+    return error == 0 ? "0" : fmt::format("{:.2e}", error);
+}
+
+}  // namespace latent_moe::cli
