@@ -26,7 +26,6 @@ namespace {
 
 constexpr int default_layers = 12;
 constexpr int input_sets = 3;
-constexpr int product_layers = 4;
 constexpr const char* product_row = "onednn-product";
 
 void add_options(CLI::App& app, Arguments& arguments) {
@@ -153,22 +152,26 @@ void time_tails(const Arguments& arguments, Problem& problem, const Bootstrap& b
 }
 
 /// What oneDNN takes for one rank's shard alone, all ranks at once.
-void time_product(const Arguments& arguments, const Problem& problem, const Bootstrap& bootstrap, Result& result) {
+void time_product(const Arguments& arguments, const Problem& problem, const Bootstrap& bootstrap, int most_layers,
+                  Result& result) {
     const std::int64_t columns = problem.shape.hidden / problem.world;
     const int threads = cpu_threads_of_rank(problem.options, bootstrap.local_world);
+    const double layer_bytes = static_cast<double>(columns * problem.shape.latent) * sizeof(float) * bootstrap.local_world;
+    const int fitting = static_cast<int>(std::clamp(available_memory() * 0.6 / layer_bytes, 1.0, 1024.0));
+    const int layers = gathered(bootstrap, std::min(fitting, most_layers)).front();
     Progress progress(arguments, bootstrap.rank == 0);
     for (const std::int64_t tokens : problem.tokens) {
         if (tokens == 0) continue;
         progress.say("{}, {} tokens", product_row, tokens);
-        OnednnProduct product(tokens, problem.shape.latent, columns, product_layers, threads);
+        OnednnProduct product(tokens, problem.shape.latent, columns, layers, threads);
         Timing timing = time_calls(bootstrap, arguments.repeats, [&](int) {
-            for (int layer = 0; layer < product_layers; ++layer) product.run(layer);
+            for (int layer = 0; layer < layers; ++layer) product.run(layer);
         });
-        for (double* us : {&timing.median_us, &timing.p10_us, &timing.p90_us}) *us /= product_layers;
+        for (double* us : {&timing.median_us, &timing.p10_us, &timing.p90_us}) *us /= layers;
         if (bootstrap.rank != 0) continue;
         Work work = work_of(Tail::column_parallel, problem.shape, problem.world, tokens, SharedState::absent, 2);
         work.wire_bytes = 0;
-        result.rows.push_back({product_row, tokens, product_layers, timing, work, floor_us(1, work, result.machine)});
+        result.rows.push_back({product_row, tokens, layers, timing, work, floor_us(1, work, result.machine)});
         result.product_dtype = product.dtype();
     }
 }
@@ -191,6 +194,14 @@ void report(Output& output, const Arguments& arguments, const Problem& problem, 
     }
     output.table(table);
     if (!result.product_dtype.empty()) {
+        for (const Row& row : rows) {
+            const auto product = std::find_if(rows.begin(), rows.end(), [&](const Row& other) {
+                return other.tail == product_row && other.tokens == row.tokens;
+            });
+            if (row.tail != name(Tail::column_parallel) || product == rows.end()) continue;
+            output.line("column_parallel takes {:.2f} times {} at {} tokens",
+                        row.timing.median_us / product->timing.median_us, product_row, row.tokens);
+        }
         output.line("{}: oneDNN's product of one rank's shard alone, all ranks at once, {} weights in its own layout",
                     product_row, result.product_dtype);
     }
@@ -261,15 +272,13 @@ int execute(const Arguments& arguments, Ranks& ranks) {
 
     ranks.run([&](const Bootstrap& bootstrap) { time_tails(arguments, problem, bootstrap, layers, inputs, result); });
     result.memory.peak = peak_resident_bytes();
-    if (ranks.speaks() && result.rows.empty()) {
-        const std::string why =
-            result.refused.empty() ? "the plan allows none"
-                                   : fmt::format("{}: {}", name(result.refused.front().tail), result.refused.front().reason);
-        throw Error(StatusCode::unsupported, fmt::format("no tail can run for any of the --tokens; {}", why));
-    }
+    if (ranks.speaks() && result.rows.empty())
+        throw_none_can_run(arguments.tail, result.refused.empty() ? nullptr : &result.refused.front());
     const bool divides = problem.shape.hidden % problem.world == 0;
     if (divides && find_backend(arguments.backend).name == "cpu") {
-        ranks.run([&](const Bootstrap& bootstrap) { time_product(arguments, problem, bootstrap, result); });
+        ranks.run([&](const Bootstrap& bootstrap) {
+            time_product(arguments, problem, bootstrap, static_cast<int>(layers.size()), result);
+        });
     }
     if (!ranks.speaks()) return done;
 

@@ -1,5 +1,6 @@
 #include "cli/judge.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <limits>
@@ -8,8 +9,14 @@
 
 namespace latent_moe::cli {
 
+double allowed_error(const Shape& shape, double chain_rel_l2, Tail tail) {
+    const double of_chain = (tail == Tail::late_reduce ? 1.25 : 1.05) * chain_rel_l2;
+    if (shape.activations != Dtype::f32 || chain_rel_l2 == 0) return of_chain;
+    return std::max(of_chain, std::sqrt(static_cast<double>(shape.latent)) * 0x1p-25);
+}
+
 Judge::Judge(const ReferenceInput& input)
-    : hidden_(input.shape.hidden), reference_(reference_tail(input)), chain_(chain_tail(input)) {
+    : shape_(input.shape), reference_(reference_tail(input)), chain_(chain_tail(input)) {
     for (std::size_t i = 0; i < chain_.size(); ++i) {
         if (!std::isfinite(chain_[i])) reference_[i] = std::numeric_limits<double>::quiet_NaN();
     }
@@ -19,7 +26,7 @@ const Judge::Rows& Judge::first_rows(std::int64_t tokens) {
     const auto found = rows_.find(tokens);
     if (found != rows_.end()) return found->second;
     rows_.clear();
-    const auto count = static_cast<std::ptrdiff_t>(tokens * hidden_);
+    const auto count = static_cast<std::ptrdiff_t>(tokens * shape_.hidden);
     Rows rows{.reference = {reference_.begin(), reference_.begin() + count}};
     rows.chain_rel_l2 = relative_l2(std::vector<float>(chain_.begin(), chain_.begin() + count), rows.reference);
     return rows_.emplace(tokens, std::move(rows)).first->second;
@@ -29,13 +36,13 @@ Verdict Judge::judge(const ConstMatrix& out, Tail tail) {
     const Rows& rows = first_rows(out.rows);
     Verdict verdict{.rel_l2 = relative_l2(out, rows.reference),
                     .chain_rel_l2 = rows.chain_rel_l2,
-                    .max_abs = max_abs_error(out, rows.reference),
-                    .limit = tail == Tail::late_reduce ? 1.25 : 1.05};
-    std::vector<float> values(static_cast<std::size_t>(hidden_));
+                    .allowed = allowed_error(shape_, rows.chain_rel_l2, tail),
+                    .max_abs = max_abs_error(out, rows.reference)};
+    std::vector<float> values(static_cast<std::size_t>(shape_.hidden));
     for (std::int64_t row = 0; row < out.rows && verdict.same_finite; ++row) {
-        widen(out.row(row), out.dtype, values.data(), hidden_);
-        const float* chain = chain_.data() + row * hidden_;
-        for (std::int64_t i = 0; i < hidden_; ++i) {
+        widen(out.row(row), out.dtype, values.data(), shape_.hidden);
+        const float* chain = chain_.data() + row * shape_.hidden;
+        for (std::int64_t i = 0; i < shape_.hidden; ++i) {
             if (std::isfinite(values[static_cast<std::size_t>(i)]) != std::isfinite(chain[i])) verdict.same_finite = false;
         }
     }

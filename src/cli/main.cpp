@@ -1,5 +1,7 @@
 // The program `latent-moe`: finds the subcommand, runs it, and turns however it ended into an exit status and one line.
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <unistd.h>
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
@@ -8,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <vector>
 
 #include "cli/command.h"
 #include "latent_moe/version.h"
@@ -56,6 +59,17 @@ struct Program {
         }
     }
 
+    /// CLI11 would only say that a subcommand is missing.
+    void require_known(int count, char** texts) const {
+        const std::string first = count > 1 ? texts[1] : "-";
+        const auto is_it = [&](const Command& command) { return first == command.name; };
+        if (first.starts_with('-') || std::any_of(commands.begin(), commands.end(), is_it)) return;
+        std::vector<std::string> names;
+        for (const Command& command : commands) names.emplace_back(command.name);
+        throw Error(StatusCode::invalid_argument,
+                    fmt::format("subcommand is '{}', expected one of {}", first, fmt::join(names, ", ")));
+    }
+
     std::size_t chosen() const {
         return static_cast<std::size_t>(
             std::find_if(subcommands.begin(), subcommands.end(), [](const CLI::App* each) { return each->parsed(); }) -
@@ -67,6 +81,7 @@ int run_program(int count, char** texts) {
     Program program;
     bool helped = false;
     const Outcome parsed = attempt([&] {
+        program.require_known(count, texts);
         try {
             program.app.parse(count, texts);
         } catch (const CLI::Success& help) {  // --help or --version
@@ -96,6 +111,10 @@ int run_program(int count, char** texts) {
 }  // namespace latent_moe::cli
 
 int main(int count, char** texts) {
+    // A standard stream that is closed must not become the next file that is opened.
+    for (const int descriptor : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+        if (::fcntl(descriptor, F_GETFD) < 0 && ::open("/dev/null", O_RDWR) < 0) return latent_moe::cli::machine_cannot;
+    }
     // A closed pipe or a full file is an error of the write that meets it, not the end of the program.
     std::signal(SIGPIPE, SIG_IGN);
     std::signal(SIGXFSZ, SIG_IGN);

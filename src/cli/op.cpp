@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "cli/command.h"
+#include "cli/judge.h"
 #include "cli/output.h"
 #include "cli/problem.h"
 #include "cli/rank_work.h"
@@ -20,7 +21,6 @@ namespace {
 
 constexpr const char* norm_operation = "all-reduce-rms-norm";
 constexpr const char* projection_operation = "accumulate-projection";
-constexpr double allowed = 1.05;  // times the chain's error
 
 void add_options(CLI::App& app, Arguments& arguments) {
     app.add_option("operation", arguments.operation, fmt::format("{} or {}", norm_operation, projection_operation))
@@ -39,10 +39,11 @@ struct Row {
     double rel_l2 = 0;
     double chain_rel_l2 = 0;
     bool ranks_identical = true;
+    double allowed = 0;
     bool repeat_identical = true;
     Timing timing;
 
-    bool pass() const noexcept { return rel_l2 <= allowed * chain_rel_l2 && ranks_identical && repeat_identical; }
+    bool pass() const noexcept { return rel_l2 <= allowed && ranks_identical && repeat_identical; }
 };
 
 std::vector<float> values_of(const ConstMatrix& matrix) {
@@ -116,6 +117,7 @@ Row check_norm(const Arguments& arguments, const Problem& problem, const Bootstr
         const auto [exact, chain] = normed_sums(problem.shape, inputs, tokens, layer);
         row.rel_l2 = relative_l2(std::as_const(y).view(), exact);
         row.chain_rel_l2 = relative_l2(chain, exact);
+        row.allowed = allowed_error(problem.shape, row.chain_rel_l2);
     }
     row.timing = time_calls(bootstrap, arguments.repeats, [&](int) { call(); });
     return row;
@@ -158,6 +160,7 @@ Row check_projection(const Arguments& arguments, const Problem& problem, const B
     const std::vector<double> exact = reference_tail(reference);
     row.rel_l2 = worst_of(bootstrap, relative_l2(slice, exact));
     row.chain_rel_l2 = worst_of(bootstrap, relative_l2(chain_tail(reference), exact));
+    row.allowed = allowed_error(problem.shape, row.chain_rel_l2);
     row.timing = time_calls(bootstrap, arguments.repeats, [&](int) { call(); });
     return row;
 }

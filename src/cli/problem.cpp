@@ -111,6 +111,9 @@ SharedState make_shared_state(const Arguments& arguments, const std::optional<io
     if (file_has_none && state != SharedState::absent) {
         refuse(fmt::format("{}: has no shared.0, expected it for --shared {}", *arguments.inputs, name(state)));
     }
+    if (inputs && !file_has_none && state == SharedState::absent) {
+        refuse(fmt::format("{}: has shared.0, expected none for --shared absent", *arguments.inputs));
+    }
     return state;
 }
 
@@ -179,7 +182,9 @@ void require_run_memory(const Problem& problem, bool checked, int layers) {
     const double weights = hidden * latent * 2 * (layers * copies + 1 + (checked ? 1 : 0));
     const double activations = problem.world * tokens * (latent + 2 * hidden) * element + tokens * hidden * element;
     const double reference = checked ? tokens * (latent * 12 + hidden * 32) : 0;
-    require_memory(weights + activations + reference, "this");
+    require_memory(weights + activations + reference,
+                   fmt::format("hidden {}, latent {} on {} ranks with {} tokens", problem.shape.hidden, problem.shape.latent,
+                               problem.world, problem.most_tokens()));
 }
 
 CallInputs make_inputs(const Arguments& arguments, const Problem& problem, const Ranks& ranks, bool all,

@@ -29,6 +29,16 @@ std::optional<std::string> refusal_of(const Plan& plan, Tail tail) {
     return std::nullopt;
 }
 
+void throw_none_can_run(const TailChoice& choice, const Refusal* first_refusal) {
+    const std::string reason = first_refusal == nullptr ? "the plan allows none" : first_refusal->reason;
+    if (choice.one_named()) {
+        throw Error(StatusCode::unsupported,
+                    fmt::format("tail {} can run for none of the --tokens: {}", name(choice.named.front()), reason));
+    }
+    const std::string which = first_refusal == nullptr ? std::string() : fmt::format("{}: ", name(first_refusal->tail));
+    throw Error(StatusCode::unsupported, fmt::format("no tail can run for any of the --tokens; {}{}", which, reason));
+}
+
 std::optional<TokenRange> own_rows(const Context& context, std::int64_t tokens) {
     if (!context.options().sequence_parallel) return std::nullopt;
     return context.own_tokens(tokens, context.rank());

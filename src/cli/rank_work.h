@@ -18,6 +18,9 @@ Context make_context(Problem& problem, const Bootstrap& bootstrap, const std::ve
 /// Whether `tail` may run so many tokens; if not, why.
 std::optional<std::string> refusal_of(const Plan& plan, Tail tail);
 
+/// Throws `unsupported`: of the tails that were asked for none can run for any of the numbers of tokens.
+[[noreturn]] void throw_none_can_run(const TailChoice& choice, const Refusal* first_refusal);
+
 /// One rank's memory for an output of at most `most_tokens` tokens.
 class OutputRows {
 public:

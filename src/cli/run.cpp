@@ -58,6 +58,14 @@ Tail settle_tail(const Arguments& arguments, const Plan& plan) {
     return plan.tail;
 }
 
+std::string why(const Arguments& arguments, const Plan& plan) {
+    if (arguments.tail.one_named()) return "asked for by name";
+    const std::string choice = plan.candidates.size() == 1
+                                   ? "the only one that can run"
+                                   : fmt::format("the cheapest of the {} that can run", plan.candidates.size());
+    return fmt::format("{}, expected {} us from the {}", choice, us_text(plan.expected_us), plan.source);
+}
+
 void report(Output& output, const Arguments& arguments, const Problem& problem, const Result& result) {
     output.line("shape    {}", shape_text(problem.shape));
     output.line("ranks    {} {}, backend {}", problem.world, arguments.processes ? "processes" : "threads", result.backend);
@@ -65,10 +73,7 @@ void report(Output& output, const Arguments& arguments, const Problem& problem, 
                 problem.layer);
     output.line("inputs   {}, {} tokens", arguments.inputs.value_or(fmt::format("drawn from seed {}", arguments.seed)),
                 problem.tokens.front());
-    output.line("tail     {}: {}", name(result.tail),
-                arguments.tail.one_named() ? std::string("asked for by name")
-                                           : fmt::format("the cheapest of {} that can run, expected {} us",
-                                                         result.plan.candidates.size(), us_text(result.plan.expected_us)));
+    output.line("tail     {}: {}", name(result.tail), why(arguments, result.plan));
     for (const Candidate& candidate : result.plan.candidates) {
         if (candidate.tail != result.tail)
             output.line("           {}: could run, expected {} us", name(candidate.tail), us_text(candidate.expected_us));
@@ -78,9 +83,9 @@ void report(Output& output, const Arguments& arguments, const Problem& problem, 
     output.line("time     median {} us of {} calls (10 % under {}, 90 % under {})", us_text(result.timing.median_us),
                 result.timing.repeats, us_text(result.timing.p10_us), us_text(result.timing.p90_us));
     if (result.verdict) {
-        output.line("error    {} relative L2 against float64; the unfused chain's is {}; allowed is {} times it: {}",
-                    error_text(result.verdict->rel_l2), error_text(result.verdict->chain_rel_l2), result.verdict->limit,
-                    result.verdict->accurate() ? "pass" : "FAIL");
+        output.line("error    {} relative L2 against float64; the unfused chain's is {}; allowed is {}: {}",
+                    error_text(result.verdict->rel_l2), error_text(result.verdict->chain_rel_l2),
+                    error_text(result.verdict->allowed), result.verdict->accurate() ? "pass" : "FAIL");
         if (!result.verdict->same_finite)
             output.line("           NaN or infinity where the chain is finite, or the other way round");
     }

@@ -88,11 +88,11 @@ double available_memory() {
                : machine;
 }
 
-void require_memory(double bytes, const char* what) {
+void require_memory(double bytes, const std::string& what) {
     const double available = available_memory();
     if (bytes <= available) return;
     throw Error(StatusCode::out_of_memory,
-                fmt::format("{} needs about {:.1f} GB of memory, this machine has {:.1f} GB available", what, bytes / 1e9,
+                fmt::format("{}: needs about {:.1f} GB of memory, this machine has {:.1f} GB available", what, bytes / 1e9,
                             available / 1e9));
 }
 

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "core/matrix.h"
@@ -41,7 +42,7 @@ private:
 
 /// What the machine can still hand out. A request beyond it is `Error(out_of_memory)`, told before the kernel ends the
 /// process.
-void require_memory(double bytes, const char* what);
+void require_memory(double bytes, const std::string& what);
 double available_memory();
 
 /// Rows of one layer's W_up, ready for `Context::add_layer`.

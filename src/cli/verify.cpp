@@ -83,9 +83,8 @@ void report(Output& output, const Arguments& arguments, const Problem& problem, 
     Table table({"<tail", "tokens", "rel L2", "chain's", "allowed", "max abs", "<ranks", "<repeat", "<result"});
     for (const Case& each : result.cases) {
         table.row({name(each.tail), fmt::format("{}", each.tokens), error_text(each.verdict.rel_l2),
-                   error_text(each.verdict.chain_rel_l2), error_text(each.verdict.limit * each.verdict.chain_rel_l2),
-                   error_text(each.verdict.max_abs), each.ranks_identical ? "identical" : "DIFFER",
-                   each.repeat_identical ? "identical" : "DIFFERS",
+                   error_text(each.verdict.chain_rel_l2), error_text(each.verdict.allowed), error_text(each.verdict.max_abs),
+                   each.ranks_identical ? "identical" : "DIFFER", each.repeat_identical ? "identical" : "DIFFERS",
                    each.pass()                 ? "pass"
                    : !each.verdict.same_finite ? "FAIL: not finite where the chain is, or the other way round"
                                                : "FAIL"});
@@ -177,12 +176,8 @@ int execute(const Arguments& arguments, Ranks& ranks) {
     });
     if (!ranks.speaks()) return done;
 
-    if (result.cases.empty()) {
-        const std::string why = result.refused.empty() ? "the plan allows none"
-                                                       : fmt::format("{}: {}", name(result.refused.front().refusal.tail),
-                                                                     result.refused.front().refusal.reason);
-        throw Error(StatusCode::unsupported, fmt::format("no tail can run for any of the --tokens; {}", why));
-    }
+    if (result.cases.empty())
+        throw_none_can_run(arguments.tail, result.refused.empty() ? nullptr : &result.refused.front().refusal);
     report(output, arguments, problem, result);
     output.json(to_json(problem, result));
     return result.passed() == result.cases.size() ? done : check_failed;
