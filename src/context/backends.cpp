@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "cpu/cpu_backend.h"
+#include "cpu/cpu_device.h"
 #include "cpu/product.h"
 #include "latent_moe/status.h"
 #ifdef LATENT_MOE_HAS_GPU
@@ -22,6 +23,10 @@ std::vector<std::string> describe_cpu() {
         fmt::format("bf16 products: {}", native ? "native" : "widened to float32 block by block (no AVX-512 bf16 here)")};
 }
 
+std::unique_ptr<Device> make_cpu_device_of(const Bootstrap&, const Options&) {
+    return make_cpu_device();
+}
+
 std::string always_available() {
     return {};
 }
@@ -31,7 +36,7 @@ std::vector<BackendEntry> make_backends() {
 #ifdef LATENT_MOE_HAS_GPU
     entries.push_back(gpu_backend_entry());
 #endif
-    entries.push_back({"cpu", &always_available, &make_cpu_backend, &describe_cpu});
+    entries.push_back({"cpu", &always_available, &make_cpu_backend, &describe_cpu, &make_cpu_device_of});
     return entries;
 }
 

@@ -9,6 +9,7 @@
 #include "latent_moe/options.h"
 #include "latent_moe/shape.h"
 #include "tails/backend.h"
+#include "tails/device.h"
 
 namespace latent_moe {
 
@@ -20,6 +21,8 @@ struct BackendEntry {
     std::unique_ptr<Backend> (*make)(const Shape& shape, const Bootstrap& bootstrap, const Options& options);
     /// Lines for `latent-moe info`: devices, links, libraries.
     std::vector<std::string> (*describe)();
+    /// The device of one rank, as `make` chooses it; for callers that need memory and streams of the backend's own.
+    std::unique_ptr<Device> (*make_device)(const Bootstrap& bootstrap, const Options& options) = nullptr;
 };
 
 /// In order of preference: "auto" takes the first that is available.

@@ -92,9 +92,10 @@ private:
         if (const std::optional<Fault> earlier = fault()) {
             throw Error(StatusCode::aborted, fmt::format("the context failed earlier: {}", earlier->message));
         }
-        if (!sealed)
+        if (!sealed) {
             throw Error(StatusCode::unsupported,
                         "the context is not sealed: call seal() on every rank after the last layer");
+        }
         if (suspended) throw Error(StatusCode::unsupported, "the context is suspended: call resume() on every rank first");
     }
 
@@ -107,7 +108,7 @@ private:
         try {
             record({.layer = identity.layer, .call = identity.call, .message = status.message()});
             backend->abort(status.message());
-        } catch (const std::bad_alloc&) {  // the status itself still says what happened
+        } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the status itself still says what happened
         }
         return status;
     }

@@ -14,7 +14,7 @@ using Fields = std::vector<std::pair<std::string, std::string>>;
 // A message is `name \x1f value \x1e` for each field; neither character occurs in a name or a value.
 std::string serialise(const Fields& fields) {
     std::string message;
-    for (const auto& [name, value] : fields) message += name + '\x1f' + value + '\x1e';
+    for (const auto& [name, value] : fields) message.append(name).append(1, '\x1f').append(value).append(1, '\x1e');
     return message;
 }
 

@@ -56,7 +56,7 @@ void narrow(const float* source, Dtype dtype, void* destination, std::int64_t co
         return;
     }
     auto* to = static_cast<std::uint16_t*>(destination);
-    if (dtype == Dtype::bf16) {
+    if (dtype == Dtype::bf16) {  // NOLINT(bugprone-branch-clone): the checker does not see the rounding
 #pragma omp simd
         for (std::int64_t i = 0; i < count; ++i) to[i] = bf16_from_float(source[i]);
     } else {

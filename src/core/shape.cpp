@@ -11,7 +11,7 @@ namespace latent_moe {
 namespace {
 
 struct Preset {
-    const char* model;
+    const char* model = nullptr;
     Shape shape;
 };
 

@@ -12,7 +12,7 @@ namespace latent_moe {
 namespace {
 
 /// Up to so many bytes of a partial the second exchange costs more than the repeated sums.
-constexpr std::int64_t one_stage_bytes = 64 * 1024;
+constexpr std::int64_t one_stage_bytes = std::int64_t{64} << 10;
 
 Region region_of(const ConstMatrix& matrix) {
     return {matrix.data, matrix.rows, matrix.row_bytes(), matrix.stride_bytes()};

@@ -1,7 +1,6 @@
 #include "cpu/product.h"
 
 #include <fmt/format.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <cstring>
@@ -13,6 +12,12 @@
 #include "core/numeric.h"
 #include "cpu/row_math.h"
 #include "latent_moe/status.h"
+
+// From OpenMP's standard interface; its header belongs to the compiler and other tools do not find it.
+extern "C" {
+int omp_get_max_threads();
+void omp_set_num_threads(int count);
+}
 
 namespace latent_moe {
 namespace {
