@@ -1,0 +1,370 @@
+#include "gpu/gpu_backend.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "core/partition.h"
+#include "gpu/collective_setup.h"
+#include "gpu/fault_records.h"
+#include "gpu/kernels/kernels.h"
+#include "gpu/lane.h"
+#include "gpu/machine.h"
+#include "gpu/nccl_communicator.h"
+#include "gpu/packed_layer.h"
+#include "gpu/peer_memory.h"
+#include "gpu/product.h"
+#include "gpu/runtime/resources.h"
+#include "gpu/spinning_grids.h"
+#include "gpu/topology.h"
+#include "gpu/warm_up.h"
+#include "latent_moe/status.h"
+
+namespace latent_moe::gpu {
+namespace {
+
+/// Tokens at a time: products are at full speed, and the workspace does not grow with the longest call.
+constexpr std::int64_t most_block_tokens = 4096;
+
+/// Most bytes of mailboxes of one call. Larger messages are cut: past this a kernel more costs little beside the wire.
+constexpr std::int64_t main_slot_bytes = std::int64_t{16} << 20;
+constexpr std::int64_t side_slot_bytes = std::int64_t{8} << 20;
+
+/// Summands from this size on go through NCCL where ranks have GPUs of their own and a window; NCCL is never faster below it.
+constexpr std::int64_t nccl_pays_from_bytes = INT64_MAX;
+
+enum LaneIndex : int { main_lane, side_lane };
+
+class GpuBackend final : public Backend {
+public:
+    GpuBackend(const Shape& shape, const Bootstrap& bootstrap, const Options& options)
+        : shape_(shape),
+          bootstrap_(bootstrap),
+          options_(options),
+          topology_(discover(bootstrap, options)),
+          current_(topology_.device),
+          own_rows_(even_part(shape.hidden, bootstrap.world, bootstrap.rank)),
+          block_tokens_(std::clamp<std::int64_t>(options.max_tokens, 1, most_block_tokens)) {
+        together(bootstrap, "GPU set-up", [&] {
+            if (shape.norm == Norm::rms && shape.latent > max_norm_width(shape.activations)) {
+                throw Error(StatusCode::unsupported, fmt::format("latent is {}, expected at most {} {} values a row for the norm on a GPU",
+                                                                 shape.latent, max_norm_width(shape.activations), latent_moe::name(shape.activations)));
+            }
+            records_.emplace(bootstrap.rank, options.timeout_ms);
+            setup_stream_ = make_stream();
+            side_stream_ = make_stream(true);
+            forked_event_ = make_event();
+            joined_event_ = make_event();
+        });
+        make_product();
+        make_communicator();
+        acquire_workspace();
+        current_.reset();
+    }
+
+    const std::string& name() const noexcept override { return name_; }
+
+    Capabilities capabilities() const override {
+        return {.machine = cost_constants(topology_.device, topology_.sharing),
+                .weight_element_bytes = static_cast<double>(bytes_of(shape_.activations)),
+                .concurrent_lanes = world() == 1 || has_window(),
+                .concurrent_lanes_reason = fmt::format("two collectives at once need a peer window: {}", window_missing_),
+                .fused = false,
+                .fused_reason = "the cuda backend has no fused kernel yet",
+                .whole_weights = keeps_whole()};
+    }
+
+    std::unique_ptr<PackedLayer> pack(const WeightView& up_projection, const void* gamma) override {
+        const CurrentDevice current(topology_.device);
+        const GpuPackedLayer::Wish wish{
+            .own = own_rows_, .whole = keeps_whole(), .plain = options_.max_tokens > skinny_tokens || own_rows_.count % 8 != 0};
+        auto layer = std::make_unique<GpuPackedLayer>(shape_, wish, up_projection, gamma, setup_stream_.get());
+        product_->prepare(*layer);
+        return layer;
+    }
+
+    const void* gamma(const PackedLayer& layer) const noexcept override { return static_cast<const GpuPackedLayer&>(layer).gamma(); }
+
+    void gather_whole(PackedLayer& packed) override {
+        auto& layer = static_cast<GpuPackedLayer&>(packed);
+        if (!layer.lacks_rows()) return;
+        const CurrentDevice current(topology_.device);
+        const std::size_t row = layer.row_bytes();
+        gather_rows(row, [&](std::int64_t first) { return layer.plain_row(first); });
+        if (layer.row_scales() != nullptr) {
+            gather_rows(sizeof(float), [&](std::int64_t first) { return reinterpret_cast<std::byte*>(layer.row_scales() + first); });
+        }
+        layer.complete(setup_stream_.get());
+        check(cudaStreamSynchronize(setup_stream_.get()), "packing kernel");
+    }
+
+    std::int64_t block_tokens() const noexcept override { return block_tokens_; }
+
+    void acquire_workspace() override {
+        const CurrentDevice current(topology_.device);
+        together(bootstrap_, "workspace", [&] {
+            const auto element = static_cast<std::int64_t>(bytes_of(shape_.activations));
+            latent_ = DeviceMemory(static_cast<std::size_t>(block_tokens_ * shape_.latent * element), "workspace");
+            product_out_ = DeviceMemory(static_cast<std::size_t>(block_tokens_ * shape_.hidden * element), "workspace");
+            shared_ = DeviceMemory(static_cast<std::size_t>(block_tokens_ * shape_.hidden * element), "workspace");
+            product_->acquire_workspace();
+        });
+        LaneGrids grids{};
+        if (world() > 1) {
+            acquire_window();
+            if (nccl_exchange_ == nullptr && communicator_ != nullptr) {
+                together(bootstrap_, "workspace", [&] {
+                    nccl_exchange_ = std::make_unique<NcclExchange>(*communicator_, shape_, rank(), world(), block_tokens_);
+                });
+            }
+            if (has_window()) {
+                grids = lane_grids(topology_.multiprocessors, options_.reserved_sms, topology_.sharing);
+                together(bootstrap_, "co-residency", [&] {
+                    reservation_ = GridReservation(topology_.device, grids.main + grids.side, options_.reserved_sms);
+                });
+            }
+        }
+        main_.emplace(shape_, rank(), world(), lane_parts(main_lane, grids.main));
+        side_.emplace(shape_, rank(), world(), lane_parts(side_lane, grids.side));
+        together(bootstrap_, "loading of kernels", [&] { 
+            warm_up(shape_, main_->parts(), own_rows_.count, records_->record(FaultRecords::loading), setup_stream_.get());
+        });
+    }
+
+    ~GpuBackend() override { release_workspace(); }
+
+    void release_workspace() noexcept override {
+        static_cast<void>(cudaSetDevice(topology_.device));  // NCCL releases on the current device
+        main_.reset();
+        side_.reset();
+        reservation_ = {};
+        nccl_exchange_.reset();
+        peer_memory_.reset();
+        product_->release_workspace();
+        latent_ = {};
+        product_out_ = {};
+        shared_ = {};
+    }
+
+    std::size_t workspace_bytes() const noexcept override {
+        return latent_.bytes() + product_out_.bytes() + shared_.bytes() + product_->workspace_bytes() +
+               (peer_memory_ != nullptr && has_window() ? static_cast<std::size_t>(window_bytes_of_lanes()) : 0) +
+               (nccl_exchange_ != nullptr ? nccl_exchange_->workspace_bytes() : 0);
+    }
+
+    Matrix scratch(Scratch which, std::int64_t rows) override {
+        switch (which) {
+            case Scratch::latent: return {latent_.get(), rows, shape_.latent, shape_.latent, shape_.activations};
+            case Scratch::product: return {product_out_.get(), rows, shape_.hidden, shape_.hidden, shape_.activations};
+            case Scratch::shared: return {shared_.get(), rows, shape_.hidden, shape_.hidden, shape_.activations};
+        }
+        return {};
+    }
+
+    void begin_call(const CallIdentity& identity, latent_moe::Stream stream) override {
+        if (stream == nullptr && topology_.shares_devices()) {
+            throw Error(StatusCode::invalid_argument, "the stream is null, but ranks that share a GPU need a stream of their own each");
+        }
+        current_.emplace(topology_.device);
+        main_->set_call(static_cast<cudaStream_t>(stream), identity);
+        side_->set_call(side_stream_.get(), identity);
+    }
+
+    /// The kernels make the digest of what they write, and send it with the next call's header.
+    void end_call(const ConstMatrix&) override { current_.reset(); }
+
+    /// The side lane has been enqueued when `fork` returns, so it cannot fail on its own.
+    Status end_after_failure() noexcept override {
+        if (forked_) static_cast<void>(cudaStreamWaitEvent(main_->stream(), joined_event_.get(), 0));
+        forked_ = false;
+        current_.reset();
+        return {};
+    }
+
+    void begin_block(std::int64_t) override {}
+
+    Lane& main() override { return *main_; }
+
+    void fork(FunctionRef<void(Lane& side)> side_work) override {
+        check(cudaEventRecord(forked_event_.get(), main_->stream()), "fork");
+        check(cudaStreamWaitEvent(side_->stream(), forked_event_.get(), 0), "fork");
+        forked_ = true;
+        try {
+            side_work(*side_);
+        } catch (...) {
+            static_cast<void>(cudaEventRecord(joined_event_.get(), side_->stream()));
+            throw;
+        }
+        check(cudaEventRecord(joined_event_.get(), side_->stream()), "fork");
+    }
+
+    void join() override {
+        check(cudaStreamWaitEvent(main_->stream(), joined_event_.get(), 0), "join");
+        forked_ = false;
+    }
+
+    void fused_tail(const TailCall&) override { throw Error(StatusCode::unsupported, capabilities().fused_reason); }
+
+    Status poll_fault() noexcept override {
+        Status fault = records_->poll();
+        if (fault.ok() && communicator_ != nullptr) fault = communicator_->fault();
+        return fault;
+    }
+
+    void abort(const std::string& reason) noexcept override {
+        for (const LaneIndex lane : {main_lane, side_lane}) {
+            if (peer_memory_ != nullptr && has_window()) records_->abort(window_base(rank(), lane));
+        }
+        if (communicator_ != nullptr) communicator_->abort({StatusCode::aborted, reason});
+        bootstrap_.transport->abort(reason);
+    }
+
+private:
+    int rank() const noexcept { return bootstrap_.rank; }
+    int world() const noexcept { return bootstrap_.world; }
+    bool keeps_whole() const noexcept { return world() == 1 || options_.keep_whole_weights; }
+    bool has_window() const noexcept { return window_missing_.empty(); }
+
+    void make_product() {
+        std::vector<std::int64_t> widths;
+        if (shape_.hidden % world() == 0) widths.push_back(own_rows_.count);
+        if (keeps_whole() && world() > 1) widths.push_back(shape_.hidden);
+        together(bootstrap_, "cuBLASLt", [&] { static_cast<void>(cublas_lt()); });
+        product_.emplace(shape_, bootstrap_, block_tokens_, widths);
+    }
+
+    /// Processes need NCCL for everything; threads only where it is faster.
+    void make_communicator() {
+        if (world() == 1) return;
+        const char* given = std::getenv("LATENT_MOE_NCCL_FROM_BYTES");
+        nccl_from_bytes_ = given != nullptr ? std::strtoll(given, nullptr, 10) : nccl_pays_from_bytes;
+        nccl_from_bytes_ = gather(bootstrap_, nccl_from_bytes_).front();  // rank 0 decides
+        const bool pays = block_tokens_ * shape_.hidden * static_cast<std::int64_t>(bytes_of(shape_.activations)) >= nccl_from_bytes_;
+        if (topology_.one_process && topology_.peer_access && (!pays || topology_.shares_devices())) return;
+        if (topology_.shares_devices()) {
+            throw Error(StatusCode::unavailable, "ranks that are processes share a GPU, which NCCL refuses: give each process its own GPU, or "
+                                                 "make the ranks threads of one process");
+        }
+        communicator_ = std::make_unique<NcclCommunicator>(bootstrap_, topology_.device, options_.timeout_ms);
+    }
+
+    std::int64_t slot_bytes(LaneIndex lane) const noexcept {
+        const auto for_rows = [&](std::int64_t rows) {
+            return all_reduce_slot_bytes(world(), 1, rows, std::max(shape_.hidden, shape_.latent), shape_.activations);
+        };
+        // What the largest message needs, but no more than it pays to have; a few rows fit whatever they are.
+        return std::max(for_rows(8), std::min(for_rows(block_tokens_), lane == main_lane ? main_slot_bytes : side_slot_bytes));
+    }
+    std::int64_t window_bytes_of_lanes() const noexcept { return window_bytes(slot_bytes(main_lane)) + window_bytes(slot_bytes(side_lane)); }
+
+    /// The lanes' windows lie one behind the other.
+    void* window_base(int rank, LaneIndex lane) const noexcept {
+        return static_cast<std::byte*>(peer_memory_->base(rank)) + (lane == main_lane ? 0 : window_bytes(slot_bytes(main_lane)));
+    }
+
+    void acquire_window() {
+        peer_memory_.reset();
+        peer_memory_ = std::make_unique<PeerMemory>(bootstrap_, topology_, communicator_ != nullptr ? communicator_->get() : nullptr,
+                                                    static_cast<std::size_t>(window_bytes_of_lanes()));
+        window_missing_ = peer_memory_->missing();
+        if (!has_window()) return;
+        together(bootstrap_, "peer window", [&] {
+            for (const LaneIndex lane : {main_lane, side_lane}) {
+                check(reset_window(window_base(rank(), lane), slot_bytes(lane), shape_.activations, setup_stream_.get()), "window kernel");
+            }
+            check(cudaStreamSynchronize(setup_stream_.get()), "window kernel");
+        });
+    }
+
+    GpuLane::Parts lane_parts(LaneIndex lane, int max_ctas) {
+        GpuLane::Parts parts{.max_ctas = max_ctas,
+                             .nccl = nccl_exchange_.get(),
+                             .nccl_from_bytes = nccl_from_bytes_,
+                             .product = lane == main_lane ? &*product_ : nullptr,
+                             .spare = scratch(Scratch::product, block_tokens_)};
+        if (lane == side_lane) parts.nccl_from_bytes = INT64_MAX;  // two lanes must not meet in one communicator
+        if (world() == 1 || !has_window()) return parts;
+        parts.exchange = {.window = {.base = {}, .rank = rank(), .world = world()},
+                          .slot_bytes = slot_bytes(lane),
+                          .record = records_->record(lane),
+                          .timeout_ns = static_cast<std::uint64_t>(options_.timeout_ms) * 1'000'000};
+        for (int r = 0; r < world(); ++r) parts.exchange.window.base[r] = window_base(r, lane);
+        return parts;
+    }
+
+    /// Collective: fills in the rows of W_up that other ranks own, over the bootstrap, some megabytes at a time.
+    template <typename RowAddress>
+    void gather_rows(std::size_t row, RowAddress address) {
+        constexpr std::size_t chunk_bytes = std::size_t{8} << 20;
+        const auto chunk = static_cast<std::int64_t>(std::max<std::size_t>(1, chunk_bytes / row));
+        std::vector<std::byte> mine;
+        std::vector<std::byte> all;
+        for (std::int64_t first = 0; first < own_rows_.count; first += chunk) {
+            const std::int64_t count = std::min(chunk, own_rows_.count - first);
+            const std::size_t bytes = static_cast<std::size_t>(count) * row;
+            mine.resize(bytes);
+            all.resize(bytes * static_cast<std::size_t>(world()));
+            copy_now(mine.data(), address(own_rows_.first + first), bytes);
+            bootstrap_.all_gather_bytes(mine.data(), all.data(), bytes);
+            for (int peer = 0; peer < world(); ++peer) {
+                if (peer == rank()) continue;
+                copy_now(address(even_part(shape_.hidden, world(), peer).first + first), all.data() + static_cast<std::size_t>(peer) * bytes, bytes);
+            }
+        }
+    }
+
+    void copy_now(std::byte* to, const std::byte* from, std::size_t bytes) {
+        check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, setup_stream_.get()), "copy of W_up");
+        check(cudaStreamSynchronize(setup_stream_.get()), "copy of W_up");
+    }
+
+    const std::string name_ = "cuda";
+    Shape shape_;
+    Bootstrap bootstrap_;
+    Options options_;
+    Topology topology_;
+    std::optional<CurrentDevice> current_;  // during set-up and calls
+    TokenRange own_rows_;
+    std::int64_t block_tokens_;
+    std::int64_t nccl_from_bytes_ = INT64_MAX;
+    std::string window_missing_;
+
+    std::optional<FaultRecords> records_;
+    Stream setup_stream_;
+    Stream side_stream_;
+    Event forked_event_;
+    Event joined_event_;
+    std::optional<Product> product_;
+    std::unique_ptr<NcclCommunicator> communicator_;
+
+    DeviceMemory latent_;
+    DeviceMemory product_out_;
+    DeviceMemory shared_;
+    std::unique_ptr<PeerMemory> peer_memory_;
+    std::unique_ptr<NcclExchange> nccl_exchange_;
+    GridReservation reservation_;
+    std::optional<GpuLane> main_;
+    std::optional<GpuLane> side_;
+    bool forked_ = false;
+};
+
+}  // namespace
+}  // namespace latent_moe::gpu
+
+namespace latent_moe {
+namespace {
+
+std::unique_ptr<Backend> make_gpu_backend(const Shape& shape, const Bootstrap& bootstrap, const Options& options) {
+    return std::make_unique<gpu::GpuBackend>(shape, bootstrap, options);
+}
+
+}  // namespace
+
+BackendEntry gpu_backend_entry() { return {"cuda", &gpu::why_unavailable, &make_gpu_backend, &gpu::describe_machine}; }
+
+}  // namespace latent_moe

@@ -1,0 +1,56 @@
+// One stream's operations: which kernel or library call does each.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "core/matrix.h"
+#include "gpu/nccl_exchange.h"
+#include "gpu/primitives/window.h"
+#include "gpu/product.h"
+#include "latent_moe/shape.h"
+#include "tails/backend.h"
+
+namespace latent_moe::gpu {
+
+class GpuLane final : public Lane {
+public:
+    struct Parts {
+        Exchange exchange = {};        ///< without a peer window its world is 0
+        int max_ctas = 64;             ///< of a kernel that waits for peers
+        NcclExchange* nccl = nullptr;  ///< null: everything goes through the window
+        std::int64_t nccl_from_bytes = 0;  ///< summands at least this large go through NCCL
+        Product* product = nullptr;    ///< null on a lane that only reduces
+        Matrix spare;                  ///< [block tokens, hidden]
+    };
+
+    GpuLane(const Shape& shape, int rank, int world, const Parts& parts) : shape_(shape), rank_(rank), world_(world), parts_(parts) {}
+
+    void set_call(cudaStream_t stream, const CallIdentity& identity) noexcept;
+    cudaStream_t stream() const noexcept { return stream_; }
+    const Parts& parts() const noexcept { return parts_; }
+
+    void all_reduce(Step step, const ConstMatrix& in, const Matrix& out, const ConstMatrix& prefix) override;
+    void all_reduce_norm(Step step, const ConstMatrix& in, const void* gamma, const Matrix& out) override;
+    void reduce_scatter(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out) override;
+    void reduce_scatter_norm(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const void* gamma,
+                             const Matrix& out) override;
+    void all_gather(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out) override;
+    void project(const ConstMatrix& x, const PackedLayer& layer, WeightPart part, const Epilogue& epilogue, const Matrix& out) override;
+    void add(const ConstMatrix& a, const ConstMatrix& b, const ConstMatrix& prefix, const Matrix& out) override;
+    void copy(const ConstMatrix& in, const Matrix& out) override;
+    void fill_zero(const Matrix& out) override;
+
+private:
+    bool through_nccl(std::int64_t bytes) const noexcept;
+    int stages(std::int64_t bytes) const noexcept;
+    void normalise(const void* gamma, const ConstMatrix& in, const Matrix& out);
+
+    Shape shape_;
+    int rank_;
+    int world_;
+    Parts parts_;
+    cudaStream_t stream_ = nullptr;
+};
+
+}  // namespace latent_moe::gpu

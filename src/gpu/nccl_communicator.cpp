@@ -1,0 +1,106 @@
+#include "gpu/nccl_communicator.h"
+
+#include <fmt/format.h>
+
+#include "gpu/collective_setup.h"
+
+namespace latent_moe::gpu {
+namespace {
+
+constexpr std::chrono::milliseconds watch_interval{20};
+
+bool is_capturing(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace
+
+NcclCommunicator::NcclCommunicator(const Bootstrap& bootstrap, int device, int timeout_ms) : device_(device), timeout_(timeout_ms) {
+    ncclUniqueId id{};
+    together(bootstrap, "NCCL", [&] {
+        started_ = make_event();
+        done_ = make_event();
+        if (bootstrap.rank == 0) check(nccl().GetUniqueId(&id), "ncclGetUniqueId");
+        static_cast<void>(nccl());
+    });
+    id = gather(bootstrap, id).front();
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.splitShare = 0;
+    together(bootstrap, "NCCL", [&] {
+        check(nccl().CommInitRankConfig(&comm_, bootstrap.world, id, bootstrap.rank, &config), "ncclCommInitRankConfig");
+    });
+    watcher_ = std::thread([this] { watch(); });
+}
+
+NcclCommunicator::~NcclCommunicator() {
+    {
+        const std::lock_guard lock(mutex_);
+        stop_ = true;
+    }
+    changed_.notify_all();
+    if (watcher_.joinable()) watcher_.join();
+    if (comm_ != nullptr && !aborted_) static_cast<void>(nccl().CommDestroy(comm_));
+}
+
+void NcclCommunicator::before(cudaStream_t stream) {
+    const std::lock_guard lock(mutex_);
+    if (!fault_.ok()) throw Error(fault_.code(), fault_.message());
+    if (pending_ || is_capturing(stream)) return;  // an earlier pair still stands for the whole queue behind it
+    check(cudaEventRecord(started_.get(), stream), "cudaEventRecord");
+}
+
+void NcclCommunicator::after(cudaStream_t stream) {
+    const std::lock_guard lock(mutex_);
+    if (pending_ || is_capturing(stream)) return;
+    check(cudaEventRecord(done_.get(), stream), "cudaEventRecord");
+    pending_ = true;
+}
+
+Status NcclCommunicator::fault() const {
+    const std::lock_guard lock(mutex_);
+    return fault_;
+}
+
+void NcclCommunicator::abort(const Status& why) noexcept {
+    const std::lock_guard lock(mutex_);
+    if (aborted_) return;
+    aborted_ = true;
+    if (fault_.ok()) fault_ = why;
+    static_cast<void>(nccl().CommAbort(comm_));
+}
+
+void NcclCommunicator::watch() {
+    static_cast<void>(cudaSetDevice(device_));
+    // Looking at an event would otherwise break a capture that another thread has under way in global mode.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
+    std::chrono::milliseconds waited{0};  // with `started_` seen and `done_` not
+    std::unique_lock lock(mutex_);
+    while (!stop_ && !aborted_) {
+        changed_.wait_for(lock, watch_interval);
+        if (stop_ || aborted_) break;
+        Status fault;
+        ncclResult_t error = ncclSuccess;
+        if (nccl().CommGetAsyncError(comm_, &error) == ncclSuccess && error != ncclSuccess && error != ncclInProgress) {
+            fault = {StatusCode::aborted, fmt::format("NCCL: {}", nccl().GetErrorString(error))};
+        }
+        // Only one pair at a time is watched: the queue behind it moves when it has.
+        if (pending_ && cudaEventQuery(done_.get()) != cudaErrorNotReady) {
+            pending_ = false;
+            waited = {};
+        } else if (pending_ && cudaEventQuery(started_.get()) == cudaSuccess) {
+            waited += watch_interval;
+            if (waited > timeout_) {
+                fault = {StatusCode::timeout, fmt::format("NCCL: a peer did not arrive within {} ms", timeout_.count())};
+            }
+        }
+        if (fault.ok()) continue;
+        fault_ = fault;
+        aborted_ = true;
+        static_cast<void>(nccl().CommAbort(comm_));
+    }
+}
+
+}  // namespace latent_moe::gpu

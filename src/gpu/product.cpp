@@ -1,0 +1,129 @@
+#include "gpu/product.h"
+
+#include <algorithm>
+
+#include "gpu/kernels/convert.h"
+#include "gpu/kernels/finish_product.h"
+#include "gpu/kernels/kernels.h"
+#include "gpu/views.h"
+#include "latent_moe/status.h"
+
+namespace latent_moe::gpu {
+namespace {
+
+constexpr std::int64_t most_float32_rows = 1024;
+
+}  // namespace
+
+Product::Product(const Shape& shape, const Bootstrap& bootstrap, std::int64_t block_tokens, const std::vector<std::int64_t>& widths)
+    : shape_(shape), float32_rows_(std::min(block_tokens, most_float32_rows)), gemm_(shape.latent) {
+    const std::int64_t least = shape.activations == Dtype::f32 ? 1 : skinny_tokens + 1;
+    gemm_.choose(bootstrap, widths, least, block_tokens, shape.activations);
+}
+
+void Product::prepare(const GpuPackedLayer& layer) {
+    if (!layer.needs_float32_sums()) return;
+    needs_sums_ = true;
+    needs_widening_ |= layer.weights(WeightPart::shard).dtype != shape_.activations;
+    acquire_workspace();
+}
+
+void Product::acquire_workspace() {
+    gemm_.acquire_workspace();
+    const auto rows = static_cast<std::size_t>(float32_rows_);
+    if (needs_sums_ && sums_.get() == nullptr) {
+        sums_ = DeviceMemory(rows * static_cast<std::size_t>(shape_.hidden) * sizeof(float), "float32 sums");
+    }
+    if (needs_widening_ && widened_.get() == nullptr) {
+        widened_ = DeviceMemory(rows * static_cast<std::size_t>(shape_.latent) * sizeof(float), "widened activations");
+    }
+}
+
+void Product::release_workspace() noexcept {
+    gemm_.release_workspace();
+    sums_ = {};
+    widened_ = {};
+}
+
+void Product::run(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out, const Matrix& spare,
+                  cudaStream_t stream) {
+    if (out.rows == 0) return;
+    const bool aligned = is_aligned(x) && is_aligned(out) && is_aligned(epilogue.addend) && is_aligned(epilogue.prefix);
+    if (out.rows <= skinny_tokens && weights.packed != nullptr && aligned) {
+        check(skinny_projection({.a = rows_of(x),
+                                 .packed = weights.packed,
+                                 .addend = rows_of(epilogue.addend),
+                                 .prefix = rows_of(epilogue.prefix),
+                                 .c = writable(out),
+                                 .scale = weights.scale,
+                                 .column_scales = weights.row_scales,
+                                 .tokens = out.rows,
+                                 .rows = weights.rows,
+                                 .latent = shape_.latent,
+                                 .dtype = shape_.activations},
+                                stream),
+              "projection kernel");
+        return;
+    }
+    if (weights.plain == nullptr) throw Error(StatusCode::unsupported, "rows that are not aligned to 16 bytes need max_tokens above 64");
+    if (weights.dtype != shape_.activations || weights.row_scales != nullptr) return run_in_float32(x, weights, epilogue, out, stream);
+
+    const bool prefix_in_out = epilogue.prefix.present() && epilogue.prefix.data == out.data;
+    const Matrix product = prefix_in_out ? spare.column_range(0, out.columns) : out;
+    gemm_.run({.x = x.data,
+               .x_stride = x.stride,
+               .w = weights.plain,
+               .c = epilogue.addend.data,
+               .c_stride = epilogue.addend.stride,
+               .d = product.data,
+               .d_stride = product.stride,
+               .m = out.rows,
+               .n = weights.rows,
+               .in = weights.dtype,
+               .out = shape_.activations,
+               .alpha = weights.scale},
+              stream);
+    if (!epilogue.prefix.present()) return;
+    check(add({.a = rows_of(product), .b = rows_of(epilogue.prefix), .y = writable(out), .tokens = out.rows, .width = out.columns, .dtype = out.dtype},
+              stream),
+          "prefix kernel");
+}
+
+void Product::run_in_float32(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out,
+                             cudaStream_t stream) {
+    auto* sums = reinterpret_cast<float*>(sums_.get());
+    for (std::int64_t first = 0; first < out.rows; first += float32_rows_) {
+        const std::int64_t count = std::min(float32_rows_, out.rows - first);
+        ConstMatrix part = x.row_range(first, count);
+        if (weights.dtype != part.dtype) {
+            check(widen_rows(rows_of(part), part.dtype, widened_.get(), weights.dtype, count, shape_.latent, stream), "widening kernel");
+            part = {widened_.get(), count, shape_.latent, shape_.latent, weights.dtype};
+        }
+        gemm_.run({.x = part.data,
+                   .x_stride = part.stride,
+                   .w = weights.plain,
+                   .c = nullptr,
+                   .c_stride = 0,
+                   .d = sums,
+                   .d_stride = weights.rows,
+                   .m = count,
+                   .n = weights.rows,
+                   .in = weights.dtype,
+                   .out = Dtype::f32,
+                   .alpha = 1.0F},
+                  stream);
+        check(finish_product({.sums = sums,
+                              .scale = weights.scale,
+                              .column_scales = weights.row_scales,
+                              .addend = rows_of(epilogue.addend.row_range(first, count)),
+                              .prefix = rows_of(epilogue.prefix.row_range(first, count)),
+                              .out = writable(out.row_range(first, count)),
+                              .tokens = count,
+                              .width = out.columns,
+                              .dtype = out.dtype},
+                             stream),
+              "epilogue kernel");
+    }
+}
+
+}  // namespace latent_moe::gpu

@@ -1,0 +1,49 @@
+// out = T(addend + scale · x·Wᵀ), then T(out + prefix): which kernel does it.
+//
+//     up to 64 tokens, 16-bit, aligned rows   the skinny kernel over packed weights, all in its epilogue
+//     else                                    cuBLASLt, the addend through beta; the prefix by one more kernel
+//     weights with row scales or wider types  cuBLASLt to float32 sums, then one kernel for all the rest
+#pragma once
+
+#include <vector>
+
+#include "core/matrix.h"
+#include "gpu/gemm.h"
+#include "gpu/packed_layer.h"
+#include "gpu/runtime/resources.h"
+#include "latent_moe/shape.h"
+#include "tails/backend.h"
+
+namespace latent_moe::gpu {
+
+inline constexpr std::int64_t skinny_tokens = 64;
+
+class Product {
+public:
+    /// `block_tokens`: most rows of one call. `widths`: rows of W_up that products have.
+    Product(const Shape& shape, const Bootstrap& bootstrap, std::int64_t block_tokens, const std::vector<std::int64_t>& widths);
+
+    /// A layer of this kind will be multiplied by.
+    void prepare(const GpuPackedLayer& layer);
+
+    void acquire_workspace();
+    void release_workspace() noexcept;
+    std::size_t workspace_bytes() const noexcept { return gemm_.workspace_bytes() + sums_.bytes() + widened_.bytes(); }
+
+    /// `spare`: [rows, hidden], used where `out` still holds the prefix.
+    void run(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out, const Matrix& spare,
+             cudaStream_t stream);
+
+private:
+    void run_in_float32(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out, cudaStream_t stream);
+
+    Shape shape_;
+    std::int64_t float32_rows_;  // of the two buffers below
+    Gemm gemm_;
+    bool needs_sums_ = false;
+    bool needs_widening_ = false;
+    DeviceMemory sums_;
+    DeviceMemory widened_;
+};
+
+}  // namespace latent_moe::gpu

@@ -1,0 +1,64 @@
+#include "gpu/runtime/nccl.h"
+
+#include <fmt/format.h>
+
+#include "gpu/runtime/library.h"
+#include "latent_moe/status.h"
+
+namespace latent_moe::gpu {
+namespace {
+
+constexpr int oldest_version = 21800;  // ncclCommSplit
+
+Nccl load() {
+    Nccl table;
+    Library library("libnccl.so.2");
+#define X(name) table.name = library.symbol<decltype(nccl##name)>("nccl" #name);
+    LATENT_MOE_NCCL_FUNCTIONS(X)
+#undef X
+    table.missing = library.missing();
+    if (!table.missing.empty()) {
+        table.window_missing = table.missing;
+        return table;
+    }
+    if (table.GetVersion(&table.version) != ncclSuccess || table.version < oldest_version) {
+        table.missing = fmt::format("libnccl.so.2 is NCCL {}, expected 2.18 or newer", table.version_text());
+    }
+#define X(name) table.name = library.symbol<decltype(nccl##name)>("nccl" #name, true);
+    LATENT_MOE_NCCL_WINDOW_FUNCTIONS(X)
+#undef X
+    table.DevCommCreate = library.symbol<void>("ncclDevCommCreate", true);
+    table.DevCommDestroy = library.symbol<void>("ncclDevCommDestroy", true);
+    if (table.DevCommCreate == nullptr || table.CommWindowRegister == nullptr) {
+        table.window_missing = fmt::format("NCCL {} has no device API, expected 2.28", table.version_text());
+    } else if (table.version / 100 != NCCL_VERSION_CODE / 100) {
+        // The device communicator's layout is compiled in, and each release has its own.
+        table.window_missing = fmt::format("NCCL is {}, but this build's device API is that of {}.{}", table.version_text(), NCCL_MAJOR,
+                                           NCCL_MINOR);
+    }
+    return table;
+}
+
+}  // namespace
+
+std::string Nccl::version_text() const { return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100); }
+
+const Nccl& look_for_nccl() {
+    static const Nccl table = load();
+    return table;
+}
+
+const Nccl& nccl() {
+    const Nccl& table = look_for_nccl();
+    if (!table.missing.empty()) throw Error(StatusCode::unavailable, fmt::format("NCCL: {}", table.missing));
+    return table;
+}
+
+void fail(ncclResult_t result, const char* call) {
+    const char* detail = nccl().GetLastError(nullptr);
+    throw Error(result == ncclRemoteError ? StatusCode::aborted : StatusCode::internal,
+                fmt::format("{}: {}{}{}", call, nccl().GetErrorString(result), detail != nullptr && *detail != '\0' ? ": " : "",
+                            detail != nullptr ? detail : ""));
+}
+
+}  // namespace latent_moe::gpu

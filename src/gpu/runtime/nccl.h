@@ -1,0 +1,42 @@
+// NCCL, loaded when it is first wanted.
+#pragma once
+
+#include <nccl.h>
+
+#include <string>
+
+namespace latent_moe::gpu {
+
+struct Nccl {
+#define LATENT_MOE_NCCL_FUNCTIONS(X)                                                                                     \
+    X(GetVersion) X(GetUniqueId) X(CommInitRankConfig) X(CommDestroy) X(CommAbort) X(CommSplit) X(CommCount)             \
+    X(CommUserRank) X(CommCuDevice) X(CommGetAsyncError) X(GetErrorString) X(GetLastError) X(AllReduce) X(AllGather)     \
+    X(Send) X(Recv) X(GroupStart) X(GroupEnd)
+/// Since 2.28.
+#define LATENT_MOE_NCCL_WINDOW_FUNCTIONS(X) X(MemAlloc) X(MemFree) X(CommWindowRegister) X(CommWindowDeregister)
+#define X(name) decltype(&nccl##name) name = nullptr;
+    LATENT_MOE_NCCL_FUNCTIONS(X)
+    LATENT_MOE_NCCL_WINDOW_FUNCTIONS(X)
+#undef X
+    // Declared in nccl_device.h, which only the one file that needs it includes.
+    void* DevCommCreate = nullptr;
+    void* DevCommDestroy = nullptr;
+
+    int version = 0;             ///< 22809 is 2.28.9
+    std::string missing;         ///< why NCCL cannot be used at all; empty if it can
+    std::string window_missing;  ///< why it cannot give peer windows
+
+    std::string version_text() const;
+};
+
+/// Looks for it once.
+const Nccl& look_for_nccl();
+/// Throws `unavailable` if it is missing.
+const Nccl& nccl();
+
+[[noreturn]] void fail(ncclResult_t result, const char* call);
+inline void check(ncclResult_t result, const char* call) {
+    if (result != ncclSuccess) [[unlikely]] fail(result, call);
+}
+
+}  // namespace latent_moe::gpu

@@ -1,0 +1,31 @@
+// Grids that wait for peers must all be resident together, or the one that is awaited may never start. Contexts register how
+// many such CTAs they may have on a device at once; what does not fit is refused.
+//
+// A CTA counts as half a multiprocessor: every kernel that waits needs no more than half of one (512 threads of 64 registers at
+// most, little shared memory), so any mixture of two fits, whatever else left the rest free.
+#pragma once
+
+namespace latent_moe::gpu {
+
+class GridReservation {
+public:
+    GridReservation() = default;
+    /// Throws `unavailable` with the numbers if the device has no room beside what is registered and what is reserved.
+    GridReservation(int device, int ctas, int reserved_multiprocessors);
+    GridReservation(GridReservation&& other) noexcept;
+    GridReservation& operator=(GridReservation&& other) noexcept;
+    ~GridReservation();
+
+private:
+    int device_ = -1;
+    int ctas_ = 0;
+};
+
+/// CTAs of the main and the side lane of one of `sharing` ranks on a device: at most what leaves room for a second context.
+struct LaneGrids {
+    int main;
+    int side;
+};
+LaneGrids lane_grids(int multiprocessors, int reserved_multiprocessors, int sharing);
+
+}  // namespace latent_moe::gpu
