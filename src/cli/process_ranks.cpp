@@ -70,6 +70,7 @@ public:
     bool speaks() const noexcept override { return rank_ == 0; }
 
     void run(const std::function<void(const Bootstrap&)>& body) override {
+        continue_together({});  // nobody waits in MPI for a rank that has failed already
         const Bootstrap bootstrap = mpi_ranks(MPI_COMM_WORLD, timeout_ms_);
         try {
             body(bootstrap);
@@ -81,11 +82,10 @@ public:
     }
 
     void once(const std::function<void()>& work) override {
-        const Outcome outcome = settle(!speaks() ? Outcome{} : attempt([&] {
+        continue_together(!speaks() ? Outcome{} : attempt([&] {
             work();
             return done;
         }));
-        if (!outcome.failure.ok()) throw Error(outcome.failure.code(), outcome.failure.message());
     }
 
     Outcome settle(Outcome own) override {
@@ -111,6 +111,11 @@ public:
     }
 
 private:
+    void continue_together(const Outcome& own) {
+        const Outcome outcome = settle(own);
+        if (!outcome.failure.ok()) throw Error(outcome.failure.code(), outcome.failure.message());
+    }
+
     void wait(MPI_Request& request, const Outcome& own) const {
         using Clock = std::chrono::steady_clock;
         // Ranks lose patience one after another, so that one of them tells the story.
