@@ -12,6 +12,7 @@
 #include "core/partition.h"
 #include "gpu/collective_setup.h"
 #include "gpu/fault_records.h"
+#include "gpu/gpu_device.h"
 #include "gpu/kernels/kernels.h"
 #include "gpu/lane.h"
 #include "gpu/machine.h"
@@ -365,6 +366,6 @@ std::unique_ptr<Backend> make_gpu_backend(const Shape& shape, const Bootstrap& b
 
 }  // namespace
 
-BackendEntry gpu_backend_entry() { return {"cuda", &gpu::why_unavailable, &make_gpu_backend, &gpu::describe_machine}; }
+BackendEntry gpu_backend_entry() { return {"cuda", &gpu::why_unavailable, &make_gpu_backend, &gpu::describe_machine, &gpu::make_gpu_device}; }
 
 }  // namespace latent_moe
