@@ -3,8 +3,8 @@
 // Hopper: a cluster owns 128 (or 64) rows of W, its CTAs split K between them.
 //
 //     weight warp   W blocks ── bulk copies, a few in flight ──▶ ring in shared memory        starts before the predecessor
-//     has ended math warps    A's columns of the CTA's K part ── cp.async ──▶ shared memory             after it has ended
-//                   wgmma, block by block as they land: W rows × tokens, float32
+//     has ended token warp    A, 64 columns of all tokens ── tensor copies ──▶ the same ring             after it has ended
+//     math warps    wgmma, block by block as they land: W rows × tokens, float32
 //     all CTAs      8-row pieces of the partial product ── st.async, data and signal in one ──▶ the CTA that finishes those
 //     rows,
 //                   which adds the parts in the order of K, scales, adds the addend and the prefix ──▶ C
@@ -14,7 +14,6 @@
 // No thread waits for another cluster, so any number of CTAs is right. The sums' order is fixed by (N, K) and by the token
 // class (up to 8, 16, 32, 64): no atomics, the same bits on every run.
 #include <algorithm>
-#include <cstdlib>
 
 #include "gpu/kernels/kernels.h"
 #include "gpu/kernels/packed_layout.h"
@@ -23,6 +22,7 @@
 #include "gpu/primitives/launch.h"
 #include "gpu/primitives/mma.h"
 #include "gpu/primitives/numeric.h"
+#include "gpu/primitives/tensor_map.h"
 
 namespace latent_moe::gpu {
 namespace {
@@ -34,9 +34,9 @@ struct Params {
     const float* column_scales;
     float scale;
     int tokens;
-    int ring;       ///< Hopper: weight blocks that shared memory holds
-    int in_flight;  ///< Hopper: bulk copies in flight
-    int panel;      ///< Hopper: blocks of A that shared memory holds
+    CUtensorMap a_map;  ///< Hopper: A, for the tensor copy engine
+    int ring;           ///< Hopper: blocks of W and of A that shared memory holds
+    int in_flight;      ///< Hopper: weight copies in flight
     bool release;
 };
 
@@ -71,7 +71,7 @@ LATENT_MOE_DEVICE std::uint32_t addend_at(const Params& p, int token, std::int64
 // ---------------------------------------------------------------------------------------------------------------- Hopper
 
 constexpr int max_ring = 24;
-constexpr int barrier_bytes = (2 * max_ring + 1) * 8;
+constexpr int barrier_bytes = (3 * max_ring + 1) * 8;
 /// Of shared memory: leaves room for a neighbouring kernel's reserved kilobyte, so that both can be resident.
 constexpr int hopper_shared_bytes = 231'424;
 
@@ -81,17 +81,17 @@ struct Tile {
     static constexpr int tokens = tokens_;  ///< token columns of the product: 8, 16, 32 or 64
     static constexpr int rows = rows_;      ///< rows of W: 64 or 128
 
-    static constexpr int math_threads = rows * 2;
-    static constexpr int threads = math_threads + 32;
+    /// Of math warps. Two share the blocks of a small tile, each takes every other one; it pays where a block has some work.
+    static constexpr int teams = rows == 64 && tokens > 8 ? 2 : 1;
+    static constexpr int math_threads = rows * 2 * teams;
+    static constexpr int threads = math_threads + 64;                     ///< and the two copying warps
     static constexpr int weight_bytes = rows * PackedLayout::row_bytes;   ///< of one block
     static constexpr int token_bytes = tokens * PackedLayout::row_bytes;  ///< of one block
-    static constexpr int parts_bytes = rows * tokens * 4;                 ///< what a CTA receives, whatever the split
+    static constexpr int parts_bytes = teams * rows * tokens * 4;         ///< what a CTA receives, whatever the split
     static constexpr int chains = tokens == 64 ? 2 : 4;                   ///< of wgmma, added at the end
 
-    static int panel_for(int blocks) { return std::min(blocks, 128 * 1024 / token_bytes); }
-    static int ring_for(int panel) {
-        const int left = hopper_shared_bytes - 1024 - panel * token_bytes - parts_bytes - barrier_bytes;
-        return std::min(max_ring, left / weight_bytes);
+    static int ring() {
+        return std::min(max_ring, (hopper_shared_bytes - 1024 - parts_bytes - barrier_bytes) / (weight_bytes + token_bytes));
     }
 };
 
@@ -99,20 +99,23 @@ struct Tile {
 template <Dtype dtype, class Tile>
 struct Hopper {
     static constexpr int warps = Tile::math_threads / 32;
+    static constexpr int team_warps = warps / Tile::teams;
     static constexpr int groups = Tile::rows / 8;  ///< pieces of 8 rows: what is sent and finished as one
 
     const Params& p;
-    // Shared memory: | ring | panel of A | parts | barriers |, the first two aligned to 1 KB
-    std::uint32_t ring, panel, parts, full, empty, received;
-    int part, split, first, blocks;  ///< this CTA's share of K
+    // Shared memory: | ring of W blocks | ring of A blocks | parts | barriers |, the rings aligned to 1 KB
+    std::uint32_t weights, tokens, parts;
+    std::uint32_t weights_full, tokens_full, empty, received;  ///< barriers: the first three one a place of the ring
+    int part, split, first, blocks;                            ///< this CTA's share of K
     std::int64_t weight_tile;
 
     LATENT_MOE_DEVICE Hopper(const Params& params, std::uint32_t shared) : p(params) {
-        ring = (shared + 1023) & ~1023u;
-        panel = ring + p.ring * Tile::weight_bytes;
-        parts = panel + p.panel * Tile::token_bytes;
-        full = parts + Tile::parts_bytes;
-        empty = full + 8 * max_ring;
+        weights = (shared + 1023) & ~1023u;
+        tokens = weights + p.ring * Tile::weight_bytes;
+        parts = tokens + p.ring * Tile::token_bytes;
+        weights_full = parts + Tile::parts_bytes;
+        tokens_full = weights_full + 8 * max_ring;
+        empty = tokens_full + 8 * max_ring;
         received = empty + 8 * max_ring;
         asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(split));
         part = static_cast<int>(cluster::rank());
@@ -122,90 +125,106 @@ struct Hopper {
         blocks = all * (part + 1) / split - first;
     }
 
-    LATENT_MOE_DEVICE void stream_weights(int lane) const {
-        constexpr int halves = PackedLayout::tile_rows / Tile::rows;
+    /// Block after block round the ring: `body(block, place, turn)`.
+    template <class Body>
+    LATENT_MOE_DEVICE void round_the_ring(int begin, Body body) const {
+#pragma unroll 1
+        for (int block = begin, place = begin % p.ring, turn = begin / p.ring; block < blocks; ++block) {
+            body(block, place, turn);
+            if (++place == p.ring) place = 0, ++turn;
+        }
+    }
+    LATENT_MOE_DEVICE bool reuses_places() const {
+        return blocks > p.ring;
+    }
+
+    /// Unrolled, with constant addresses: an init in a rolled loop takes ten times as long.
+    LATENT_MOE_DEVICE void init_barriers(std::uint32_t first_barrier, int begin, int arrivals) const {
+#pragma unroll
+        for (int i = begin; i < max_ring; ++i) {
+            if (i < p.ring) mbarrier::init(first_barrier + 8 * i, arrivals);
+        }
+        mbarrier::publish_init();
+    }
+
+    LATENT_MOE_DEVICE void copy_weights(int lane) const {
+        constexpr int halves = PackedLayout::tile_rows / Tile::rows, early = 2;
         const char* from =
             p.packed + p.layout.block(weight_tile / halves, first) + weight_tile % halves * Tile::weight_bytes;
         const auto issue = [&](int block, int place) {
-            mbarrier::expect(full + 8 * place, Tile::weight_bytes);
-            bulk_copy(ring + place * Tile::weight_bytes, from + std::int64_t{block} * PackedLayout::block_bytes,
-                      Tile::weight_bytes, full + 8 * place, evict_first);
+            mbarrier::expect(weights_full + 8 * place, Tile::weight_bytes);
+            bulk_copy(weights + place * Tile::weight_bytes, from + std::int64_t{block} * PackedLayout::block_bytes,
+                      Tile::weight_bytes, weights_full + 8 * place, evict_first);
         };
         if (lane == 0) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {  // the first copies leave before the other barriers are ready
-                mbarrier::init(full + 8 * i, 1);
+            for (int i = 0; i < early; ++i) {  // the first copies leave before the other barriers are ready
+                mbarrier::init(weights_full + 8 * i, 1);
                 mbarrier::publish_init();
                 if (i < blocks) issue(i, i);
             }
-#pragma unroll
-            for (int i = 2; i < max_ring; ++i) {
-                if (i < p.ring && i < blocks) mbarrier::init(full + 8 * i, 1);
-            }
-            mbarrier::publish_init();
+            init_barriers(weights_full, early, 1);
         }
         __syncwarp();
         cluster::arrive_relaxed();
-        cluster::wait();  // of the other warps' inits: `empty`
+        cluster::wait();
         if (lane != 0) return;
-        for (int block = 2, place = 2 % p.ring, turn = 2 / p.ring; block < blocks; ++block) {
-            if (block == p.ring) {  // what does not fit goes to L2 already
-                for (int i = block; i < std::min(blocks, block + 4); ++i) {
+        round_the_ring(early, [&](int block, int place, int turn) {
+            if (block == p.ring) {  // some of what does not fit goes to L2 already
+                for (int i = block; i < min(blocks, block + 4); ++i) {
                     bulk_prefetch(from + std::int64_t{i} * PackedLayout::block_bytes, Tile::weight_bytes);
                 }
             }
             if (turn > 0) mbarrier::wait(empty + 8 * place, (turn - 1) & 1);
-            if (const int oldest = block - p.in_flight; oldest >= 0)
-                mbarrier::wait(full + 8 * (oldest % p.ring), oldest / p.ring & 1);
+            if (const int oldest = block - p.in_flight; oldest >= 0) {
+                mbarrier::wait(weights_full + 8 * (oldest % p.ring), oldest / p.ring & 1);
+            }
             issue(block, place);
-            if (++place == p.ring) place = 0, ++turn;
-        }
+        });
     }
 
-    /// A[all tokens, 64 columns of each block of the panel], swizzled like a weight block.
-    LATENT_MOE_DEVICE void load_panel(int begin, int count, int thread) const {
-        const int units = count * 8;
-        for (int token = thread / 32; token < p.tokens; token += warps) {
-            for (int unit = thread % 32; unit < units; unit += 32) {
-                const std::int64_t column_unit = std::int64_t{first + begin} * 8 + unit;
-                copy16_async(panel + unit / 8 * Tile::token_bytes + PackedLayout::unit_in_block(token, unit % 8),
-                             p.a.data + token * p.a.stride + column_unit * 16, column_unit * 8 < p.layout.latent);
-            }
+    LATENT_MOE_DEVICE void copy_tokens(int lane) const {
+        if (lane == 0) {
+            prefetch_tensor_map(&p.a_map);
+            init_barriers(tokens_full, 0, 1);
         }
-        copies_commit();
-        copies_wait();
-        fence_proxy_async();
-        sync_threads_of(1, Tile::math_threads);
+        __syncwarp();
+        cluster::arrive_relaxed();
+        cluster::wait();
+        if (lane != 0) return;
+        dependency_wait();
+        round_the_ring(0, [&](int block, int place, int turn) {
+            if (turn > 0) mbarrier::wait(empty + 8 * place, (turn - 1) & 1);
+            mbarrier::expect(tokens_full + 8 * place, Tile::token_bytes);
+            tensor_copy(tokens + place * Tile::token_bytes, &p.a_map, (first + block) * PackedLayout::block_columns, 0,
+                        tokens_full + 8 * place);
+        });
     }
 
-    /// The partial product of this warp's 16 rows.
-    LATENT_MOE_DEVICE void multiply(float (&sum)[Tile::tokens / 2], int thread, int warp_group) const {
+    /// The partial product of this warp's 16 rows, over its team's blocks.
+    LATENT_MOE_DEVICE void multiply(float (&sum)[Tile::tokens / 2], int warp, int lane) const {
         float acc[Tile::chains][Tile::tokens / 2] = {};
-        const std::uint64_t weights = swizzled_operand(ring + warp_group * 64 * PackedLayout::row_bytes);
-        const std::uint64_t tokens = swizzled_operand(panel);
-        int place = 0, turn = 0, last_place = -1;
-        for (int begin = 0; begin < blocks; begin += p.panel) {
-            const int count = min(p.panel, blocks - begin);
-            if (begin > 0) sync_threads_of(1, Tile::math_threads);  // nobody reads the old panel any more
-            load_panel(begin, count, thread);
-#pragma unroll 1
-            for (int block = 0; block < count; ++block) {
-                mbarrier::wait(full + 8 * place, turn & 1);
-                const std::uint64_t w = weights + static_cast<std::uint32_t>(place * Tile::weight_bytes >> 4);
-                const std::uint64_t t = tokens + static_cast<std::uint32_t>(block * Tile::token_bytes >> 4);
-                wgmma_begin();
+        const int team = warp / team_warps;
+        const std::uint64_t w0 = swizzled_operand(weights + warp % team_warps / 4 * 64 * PackedLayout::row_bytes);
+        const std::uint64_t t0 = swizzled_operand(tokens);
+        int last_place = -1;
+        round_the_ring(0, [&](int block, int place, int turn) {
+            if (block % Tile::teams != team) return;
+            mbarrier::wait(tokens_full + 8 * place, turn & 1);
+            mbarrier::wait(weights_full + 8 * place, turn & 1);
+            const std::uint64_t w = w0 + static_cast<std::uint32_t>(place * Tile::weight_bytes >> 4);
+            const std::uint64_t t = t0 + static_cast<std::uint32_t>(place * Tile::token_bytes >> 4);
+            wgmma_begin();
 #pragma unroll
-                for (int step = 0; step < 4; ++step) {
-                    Wgmma<Tile::tokens>::template multiply<dtype>(acc[step % Tile::chains], w + 2 * step, t + 2 * step);
-                }
-                wgmma_commit();
-                wgmma_wait<1>();  // the block before this one has been read
-                if (blocks > p.ring && last_place >= 0 && thread % 32 == 0) mbarrier::arrive(empty + 8 * last_place);
-                last_place = place;
-                if (++place == p.ring) place = 0, ++turn;
+            for (int step = 0; step < 4; ++step) {
+                Wgmma<Tile::tokens>::template multiply<dtype>(acc[step % Tile::chains], w + 2 * step, t + 2 * step);
             }
-            wgmma_wait();
-        }
+            wgmma_commit();
+            wgmma_wait<1>();  // the block before this one has been read
+            if (reuses_places() && last_place >= 0 && lane == 0) mbarrier::arrive(empty + 8 * last_place);
+            last_place = place;
+        });
+        wgmma_wait();
 #pragma unroll
         for (int i = 0; i < Tile::tokens / 2; ++i) {
             sum[i] = acc[0][i];
@@ -215,19 +234,19 @@ struct Hopper {
     }
 
     // A piece of 8 rows in `parts`, as the lanes of a warp hold it: of row g = lane / 4 the token pairs 8j + 2t, t = lane %
-    // 4; two of them (j and j + 1) are one 16-byte store:      | part | piece | j / 2 | lane | j % 2, i |
+    // 4; two of them (j and j + 1) are one 16-byte store:      | source | piece | j / 2 | lane | j % 2, i |
     static constexpr int vector = Tile::tokens == 8 ? 2 : 4;  ///< floats of a store
     static constexpr int piece_floats = 8 * Tile::tokens;
-    LATENT_MOE_DEVICE static int part_offset(int part_and_piece, int j, int lane) {
-        return part_and_piece * piece_floats + j * 2 / vector * 32 * vector + lane * vector + j * 2 % vector;
+    LATENT_MOE_DEVICE static int part_offset(int source_and_piece, int j, int lane) {
+        return source_and_piece * piece_floats + j * 2 / vector * 32 * vector + lane * vector + j * 2 % vector;
     }
 
     LATENT_MOE_DEVICE void send(const float (&sum)[Tile::tokens / 2], int warp, int lane) const {
-        const int pieces = groups / split;
+        const int pieces = groups / split, source = part * Tile::teams + warp / team_warps;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int group = warp * 2 + half, owner = group / pieces, piece = group % pieces;
-            const std::uint32_t to = cluster::address_at(parts + part_offset(part * pieces + piece, 0, lane) * 4, owner);
+            const int group = warp % team_warps * 2 + half, owner = group / pieces, piece = group % pieces;
+            const std::uint32_t to = cluster::address_at(parts + part_offset(source * pieces + piece, 0, lane) * 4, owner);
             const std::uint32_t signal = cluster::address_at(received, owner);
 #pragma unroll
             for (int j = 0; j < Tile::tokens / 8; j += vector / 2) {
@@ -266,7 +285,7 @@ struct Hopper {
                 if (square >= squares) break;
                 float sum[2] = {};
 #pragma unroll 4
-                for (int source = 0; source < split; ++source) {
+                for (int source = 0; source < split * Tile::teams; ++source) {
                     const int offset = part_offset(source * pieces + square / columns, square % columns, lane);
                     const float2 term = *reinterpret_cast<const float2*>(shared_parts + offset);
                     sum[0] += term.x, sum[1] += term.y;
@@ -287,16 +306,12 @@ __global__ void __launch_bounds__(Tile::threads, 1) project_hopper(const __grid_
               warp = __shfl_sync(0xffffffff, thread / 32, 0);  // uniform: roles and descriptors hang on it
     using H = Hopper<dtype, Tile>;
     const H cta(p, shared_address(shared));
-    if (warp == H::warps) return cta.stream_weights(thread % 32);
+    if (warp == H::warps) return cta.copy_weights(thread % 32);
+    if (warp == H::warps + 1) return cta.copy_tokens(thread % 32);
 
     if (thread == 0) {
         mbarrier::init(cta.received, 1);
-        if (cta.blocks > p.ring) {
-#pragma unroll
-            for (int i = 0; i < max_ring; ++i) {
-                if (i < p.ring) mbarrier::init(cta.empty + 8 * i, H::warps);
-            }
-        }
+        if (cta.reuses_places()) cta.init_barriers(cta.empty, 0, H::team_warps);
         mbarrier::publish_init();
         mbarrier::expect(cta.received, Tile::parts_bytes);
     }
@@ -306,7 +321,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) project_hopper(const __grid_
     if (p.release) release_dependents();
     cluster::wait();
     float sum[Tile::tokens / 2];
-    cta.multiply(sum, thread, warp / 4);
+    cta.multiply(sum, warp, thread % 32);
     cta.send(sum, warp, thread % 32);
     cta.finish_rows(reinterpret_cast<const float*>(shared + (cta.parts - shared_address(shared))), warp, thread % 32);
 #else
@@ -415,10 +430,13 @@ Cut cut_for(const PackedLayout& layout) {
 
 template <Dtype dtype, class Tile>
 cudaError_t launch_hopper(Params p, int split, bool dependent, cudaStream_t stream) {
-    const int blocks = static_cast<int>((p.layout.blocks() + split - 1) / split);
-    p.panel = Tile::panel_for(blocks);
-    p.ring = Tile::ring_for(p.panel);
-    p.in_flight = std::min(p.ring, getenv("SKF") ? atoi(getenv("SKF")) : (Tile::rows == 128 ? 4 : 8));
+    p.ring = Tile::ring();
+    // Enough copies in flight to keep the memory busy, and no more: they delay whatever queues behind them, A above all.
+    p.in_flight = Tile::rows == 64 ? 8 : dependent && Tile::tokens > 8 ? 3 : 4;
+    if (const cudaError_t e = describe_rows(p.a_map, p.a.data, p.tokens, p.layout.latent, p.a.stride, Tile::tokens);
+        e != cudaSuccess) {
+        return e;
+    }
     const auto kernel = project_hopper<dtype, Tile>;
     if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, hopper_shared_bytes);
         e != cudaSuccess) {

@@ -105,6 +105,18 @@ LATENT_MOE_DEVICE void bulk_prefetch(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
+/// A box of a 2-d tensor (tensor_map.h) at `column`, `row`, to this CTA's shared memory; the barrier counts the whole box,
+/// what lies outside the tensor arrives as zeros.
+LATENT_MOE_DEVICE void tensor_copy(std::uint32_t to, const void* map, int column, int row, std::uint32_t bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(map), "r"(column), "r"(row), "r"(bar)
+        : "memory");
+}
+LATENT_MOE_DEVICE void prefetch_tensor_map(const void* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 namespace cluster {
 LATENT_MOE_DEVICE std::uint32_t rank() {
     std::uint32_t r;

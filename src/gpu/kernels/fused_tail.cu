@@ -1,0 +1,371 @@
+// The fused decode tail: the kernel's roles, and the host's side. What each role does is in fused_tail_<role>.cuh.
+//
+// Rank a owns the columns a · H / R … of the output. In time, at rank a (and at every peer b the same):
+//
+//              before the predecessor has ended │ after
+//   weight     W's blocks ─▶ shared memory ─────┼─────────────────────────────────────────────────▶ … all of them
+//   math                                        │ routed_a ─▶ every b │                 ┌▶ multiply, block by block
+//                                               │ shared_a[columns of b] ─▶ b           │   ─▶ parts of K to the CTA that
+//                                               finishes
+//   gather                                      │ routed_b ─▶ Σ routed · γ, squares ────┘      them ─▶ · factor + Σ shared +
+//   prefix
+//                                               │ shared_b[own columns] ─▶ Σ shared ──────────────▶│        │ columns_a ─▶
+//                                               every b │ re-arm the slot of the call before               │        └▶ out
+//                                               │                                       columns_b ─▶ out
+//   protocol                                    │ epoch; CTA 0: header_a ─▶ every b, header_b ─▶ checked
+//
+// Two hops across the link: partials, columns. Clusters of `split` CTAs share a tile of W's rows, each with a part of K; a
+// cluster takes the tiles c, c + clusters, …. Inside a cluster data travels by st.async onto an mbarrier, so no barrier of
+// the CTA or the cluster lies on the path, only two named barriers between roles. RMSNorm's factor is a row's, so it is
+// applied after the product.
+//
+// Sums are in a fixed order: ranks in rank order; a row's squares by thread, block, part of K; the product by the steps of
+// wgmma, its chains, then the parts of K. They depend on the plan, never on timing: the same bits on every run, and on every
+// rank, because a column has one owner.
+#include "gpu/kernels/fused_tail.h"
+
+#include "gpu/kernels/fused_tail_gather.cuh"
+#include "gpu/kernels/fused_tail_mailboxes.cuh"
+#include "gpu/kernels/fused_tail_math.cuh"
+#include "gpu/kernels/fused_tail_params.cuh"
+#include "gpu/kernels/fused_tail_stamps.cuh"
+#include "gpu/kernels/fused_tail_weights.cuh"
+#include "gpu/primitives/launch.h"
+
+namespace latent_moe::gpu {
+namespace fused {
+namespace {
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__ Params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const int thread = threadIdx.x, lane = thread % 32;
+    const int warp = __shfl_sync(0xffffffff, thread / 32, 0);  // uniform: roles and operands' descriptors hang on it
+    const Cta<Tile> cta(p, shared_address(memory));
+    if (warp == Tile::weight_warp) {
+        stamp<Tile::stamps>(p, began, lane == 0);
+        stream_weights(cta, lane);
+    } else if (warp == Tile::protocol_warp) {
+        cluster::arrive_relaxed();
+        dependency_wait();
+        const auto epoch = load_relaxed<Scope::device>(&control(p.exchange).epoch[blockIdx.x]);
+        store_shared(cta.bar(Barriers::epoch), epoch);
+        __syncwarp();
+        arrive_threads_of(tokens_ready, Tile::math_threads + Tile::gather_threads + 32);
+        arrive_threads_of(squares_ready, Tile::gather_threads + 32);
+        keep_protocol(p, epoch, lane);
+        __syncwarp();
+        cluster::wait();
+    } else if (warp >= Tile::math_warps) {
+        cluster::arrive_relaxed();
+        Gather<Cta<Tile>>(cta, thread - Tile::math_threads).run();
+    } else {
+        Math<Cta<Tile>> math(cta, thread, warp);
+        if (thread == 0) math.make_barriers();
+        __syncwarp();
+        cluster::arrive_relaxed();
+        math.run();
+    }
+#else
+    __trap();  // the host launches nothing where this was not built for sm_90a
+#endif
+}
+
+/// A call of no rows: takes part in the protocol, re-arms, moves on.
+__global__ void __launch_bounds__(256) idle(const __grid_constant__ Params p) {
+    const int thread = threadIdx.x;
+    dependency_wait();
+    if (p.release && thread == 0) release_dependents();
+    const State state = load_state(p);
+    const auto epoch = load_relaxed<Scope::device>(&control(p.exchange).epoch[blockIdx.x]);
+    __syncthreads();  // all have read both
+    if (thread < 32) {
+        store_state(p, state.slot, thread);
+        keep_protocol(p, epoch, thread);
+    } else {
+        rearm(p, state, blockIdx.x * std::int64_t{224} + thread - 32, gridDim.x * std::int64_t{224});
+    }
+}
+
+__global__ void __launch_bounds__(256) reset(char* region, std::int64_t bytes) {
+    for (std::int64_t i = blockIdx.x * std::int64_t{256} + threadIdx.x; i < bytes / 16; i += gridDim.x * std::int64_t{256}) {
+        store_relaxed(reinterpret_cast<uint4*>(region) + i, i * 16 < state_bytes ? uint4{} : U::sentinel());
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------------ host
+
+using Kernel = void (*)(const Params);
+
+/// A compiled tile, as the host sees it.
+struct Compiled {
+    int tokens, rows;
+    Kernel kernel;
+    Kernel stamped;  ///< the same with time stamps; null: not compiled
+    int threads, gather_threads;
+    int weight_bytes, token_bytes, parts_bytes;
+};
+
+template <int tokens, int rows, bool with_stamps = false>
+constexpr Compiled compiled() {
+    using T = Tile<tokens, rows>;
+    Kernel stamped = nullptr;
+    if constexpr (with_stamps) stamped = tail<Tile<tokens, rows, true>>;
+    return {tokens, rows, tail<T>, stamped, T::threads, T::gather_threads, T::weight_bytes, T::token_bytes, T::parts_bytes};
+}
+
+#ifdef LATENT_MOE_FUSED_STAMPS
+constexpr bool stamps_compiled = true;
+#else
+constexpr bool stamps_compiled = false;
+#endif
+
+constexpr Compiled tiles[] = {
+    compiled<8, 128, stamps_compiled>(),
+    compiled<16, 128, stamps_compiled>(),
+    compiled<32, 128>(),
+    compiled<64, 128>(),
+    compiled<8, 64>(),
+    compiled<16, 64>(),
+    compiled<32, 64>(),
+    compiled<64, 64>(),
+    compiled<128, 64>(),
+};
+
+const Compiled* find(int tokens, int rows) {
+    for (const Compiled& c : tiles) {
+        if (c.tokens == tokens && c.rows == rows) return &c;
+    }
+    return nullptr;
+}
+
+constexpr int log2_of(int n) {
+    int log = 0;
+    while (1 << log < n) ++log;
+    return log;
+}
+constexpr std::int64_t round_up(std::int64_t n, std::int64_t to) {
+    return (n + to - 1) / to * to;
+}
+
+bool valid(const FusedTailShape& s) {
+    return s.world >= 1 && s.world <= max_ranks && s.hidden > 0 && s.hidden % (8 * s.world) == 0 && s.latent > 0 &&
+           s.latent % 8 == 0 && s.hidden <= 1 << 20 && s.latent <= 1 << 20 && s.capacity >= 1 && s.capacity <= 1 << 16;
+}
+
+struct RegionLayout {
+    std::int64_t latent_box, column_box, slot_bytes, bytes;
+    explicit RegionLayout(const FusedTailShape& s) {
+        latent_box = round_up(s.capacity * s.latent * 2, 128);
+        column_box = round_up(s.capacity * (s.hidden / s.world) * 2, 128);
+        slot_bytes = (s.world - 1) * (latent_box + 2 * column_box);
+        bytes = state_bytes + slots * slot_bytes;
+    }
+};
+
+/// The plan's part of the parameters: how the work and the shared memory are cut. False: it cannot be.
+bool cut(const FusedTailShape& shape, const FusedTailPlan& plan, const Compiled& tile, Params& p) {
+    const std::int64_t columns = shape.hidden / shape.world;
+    const PackedLayout layout{columns, shape.latent};
+    p.blocks = static_cast<int>(layout.blocks());
+    p.tiles = static_cast<int>((columns + tile.rows - 1) / tile.rows);
+    p.clusters = plan.clusters;
+    p.split_log2 = log2_of(plan.split);
+    p.latent_units = static_cast<int>(shape.latent / 8);
+    p.column_units = static_cast<int>(columns / 8);
+    if (plan.split < 1 || plan.split > max_split || plan.split != 1 << p.split_log2 || plan.split > p.blocks ||
+        plan.split * fragment_rows > tile.rows || plan.clusters < 1 || plan.clusters > p.tiles ||
+        plan.clusters * plan.split > max_grid) {
+        return false;
+    }
+    const int tiles_of_cluster = (p.tiles + plan.clusters - 1) / plan.clusters;
+    p.block_stride = (p.blocks + plan.split - 1) / plan.split;
+    p.gather_columns = std::min(p.block_stride * 8, tile.gather_threads);
+    p.gather_rows = tile.gather_threads / p.gather_columns;
+
+    const std::int64_t shared_sums = std::int64_t{4} * tiles_of_cluster * tile.tokens * tile.rows / plan.split;
+    const std::int64_t others = std::int64_t{p.block_stride} * tile.token_bytes + tile.parts_bytes + shared_sums +
+                                round_up(std::int64_t{4} * plan.split * tile.tokens, 16) +
+                                round_up(std::int64_t{4} * tile.tokens * p.block_stride, 16) + Barriers::bytes;
+    const std::int64_t fits = (max_shared_bytes - others) / tile.weight_bytes;
+    if (others > max_shared_bytes || fits < 2) return false;
+    p.ring = static_cast<int>(std::min<std::int64_t>({fits, max_ring, std::max(2, tiles_of_cluster * p.block_stride)}));
+    p.in_flight_early = std::clamp(plan.in_flight_early, 1, p.ring);
+    p.in_flight_late = std::clamp(plan.in_flight_late, p.in_flight_early, p.ring);
+    p.prefetch_blocks = std::max(plan.prefetch_blocks, 0);
+
+    p.at.tokens = p.ring * tile.weight_bytes;
+    p.at.parts = p.at.tokens + p.block_stride * tile.token_bytes;
+    p.at.shared_sums = p.at.parts + tile.parts_bytes;
+    p.at.squares = p.at.shared_sums + static_cast<int>(shared_sums);
+    p.at.block_squares = p.at.squares + static_cast<int>(round_up(4 * plan.split * tile.tokens, 16));
+    p.at.barriers = p.at.block_squares + static_cast<int>(round_up(4 * tile.tokens * p.block_stride, 16));
+    p.at.bytes = p.at.barriers + Barriers::bytes;
+    return true;
+}
+
+/// Clusters of this size that the device can hold at once.
+cudaError_t resident_clusters(const Compiled& tile, int split, int shared_bytes, int& count) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(split));
+    config.blockDim = dim3(static_cast<unsigned>(tile.threads));
+    config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(split);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaOccupancyMaxActiveClusters(&count, tile.kernel, &config);
+}
+
+bool valid(const FusedTail& op) {
+    const FusedTailShape& s = op.shape;
+    const PeerWindow& w = op.exchange.window;
+    if (!valid(s) || w.world != s.world || w.rank < 0 || w.rank >= w.world || op.exchange.tail > 255 ||
+        !op.exchange.record) {
+        return false;
+    }
+    for (int r = 0; r < w.world; ++r) {
+        if (!w.base[r]) return false;
+    }
+    return op.region_offset % 128 == 0 && op.region_offset >= control_bytes && op.tokens >= 0 && op.tokens <= s.capacity;
+}
+
+}  // namespace
+}  // namespace fused
+
+int fused_tail_grid(const FusedTailPlan& plan) {
+    return plan.clusters * plan.split;
+}
+
+cudaError_t prepare_fused_tail() {
+    int device = 0, major = 0;
+    if (const cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
+    if (const cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device); e != cudaSuccess)
+        return e;
+    if (major != 9) return cudaErrorNotSupported;
+    for (const fused::Compiled& tile : fused::tiles) {
+        for (const fused::Kernel kernel : {tile.kernel, tile.stamped}) {
+            if (!kernel) continue;
+            cudaFuncAttributes attributes{};
+            if (const cudaError_t e = cudaFuncGetAttributes(&attributes, kernel); e != cudaSuccess) return e;
+            if (attributes.ptxVersion != 90) return cudaErrorNotSupported;
+            if (const cudaError_t e =
+                    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, fused::max_shared_bytes);
+                e != cudaSuccess) {
+                return e;
+            }
+        }
+    }
+    cudaFuncAttributes attributes{};
+    return cudaFuncGetAttributes(&attributes, fused::idle);
+}
+
+cudaError_t fused_tail_fits(const FusedTailShape& shape, const FusedTailPlan& plan) {
+    fused::Params p{};
+    const fused::Compiled* tile = fused::find(plan.tokens, plan.rows);
+    if (!tile || !fused::valid(shape) || !fused::cut(shape, plan, *tile, p)) return cudaErrorInvalidValue;
+    int resident = 0;
+    if (const cudaError_t e = fused::resident_clusters(*tile, plan.split, p.at.bytes, resident); e != cudaSuccess) return e;
+    return resident >= plan.clusters ? cudaSuccess : cudaErrorLaunchOutOfResources;
+}
+
+cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, int max_ctas, FusedTailPlan* plan) {
+    if (!fused::valid(shape) || tokens < 0 || max_ctas < 1 || !plan) return cudaErrorInvalidValue;
+    // The narrowest tile that holds all tokens, else the widest there is; if it does not fit, narrower ones.
+    int width = 8;
+    while (width < tokens && width < 128) width *= 2;
+    for (; width >= 8; width /= 2) {
+        std::int64_t best = INT64_MAX;
+        for (const fused::Compiled& tile : fused::tiles) {
+            if (tile.tokens != width) continue;
+            for (int split = 1; split <= fused::max_split; split *= 2) {
+                FusedTailPlan candidate;
+                candidate.tokens = tile.tokens, candidate.rows = tile.rows, candidate.split = split;
+                const int all = static_cast<int>((shape.hidden / shape.world + tile.rows - 1) / tile.rows);
+                int most = std::min({all, max_ctas / split, max_grid / split});
+                fused::Params p{};
+                for (candidate.clusters = most; candidate.clusters >= 1; --candidate.clusters) {
+                    if (!fused::cut(shape, candidate, tile, p)) break;  // fewer clusters need more shared memory, not less
+                    int resident = 0;
+                    if (const cudaError_t e = fused::resident_clusters(tile, split, p.at.bytes, resident); e != cudaSuccess)
+                        return e;
+                    if (resident >= candidate.clusters) break;
+                    candidate.clusters = std::min(candidate.clusters, resident + 1);
+                }
+                if (candidate.clusters < 1) continue;
+                const int turns = (all + candidate.clusters - 1) / candidate.clusters;
+                candidate.clusters = (all + turns - 1) / turns;  // no more than the same number of turns needs
+                if (!fused::cut(shape, candidate, tile, p)) continue;
+                // What a CTA must take in: its weights, every rank's latents; and a round of the cluster for every further
+                // tile.
+                const std::int64_t weights = std::int64_t{turns} * p.block_stride * tile.weight_bytes;
+                const std::int64_t latents = std::int64_t{p.block_stride} * tile.token_bytes * shape.world;
+                const std::int64_t cost = weights + latents + (turns - 1) * 24'000 - tile.rows;
+                if (cost < best) best = cost, *plan = candidate;
+            }
+        }
+        if (best != INT64_MAX) return cudaSuccess;
+    }
+    return cudaErrorLaunchOutOfResources;
+}
+
+std::int64_t fused_tail_region_bytes(const FusedTailShape& shape) {
+    return fused::RegionLayout(shape).bytes;
+}
+
+cudaError_t reset_fused_tail(void* region, const FusedTailShape& shape, cudaStream_t stream) {
+    if (!region || !fused::valid(shape)) return cudaErrorInvalidValue;
+    return launch({.grid = 132, .block = 256, .stream = stream}, fused::reset, static_cast<char*>(region),
+                  fused::RegionLayout(shape).bytes);
+}
+
+cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
+    const fused::Compiled* tile = fused::find(op.plan.tokens, op.plan.rows);
+    fused::Params p{};
+    if (!fused::valid(op) || !tile || !fused::cut(op.shape, op.plan, *tile, p)) return cudaErrorInvalidValue;
+    const fused::RegionLayout region(op.shape);
+    p.exchange = op.exchange;
+    p.routed = unit_rows(op.routed, op.shape.latent, Dtype::bf16);
+    p.shared = unit_rows(op.shared, op.shape.hidden, Dtype::bf16);
+    p.prefix = unit_rows(op.prefix, op.shape.hidden, Dtype::bf16);
+    p.out = unit_rows(op.out, op.shape.hidden, Dtype::bf16);
+    p.weights = static_cast<const char*>(op.packed);
+    p.gamma = op.rms_norm ? static_cast<const char*>(op.gamma) : nullptr;
+    p.column_scales = op.column_scales;
+    p.region = op.region_offset, p.slot_bytes = region.slot_bytes;
+    p.latent_box = region.latent_box, p.column_box = region.column_box;
+    p.scale = op.scale, p.epsilon = op.epsilon, p.inverse_latent = 1.0F / static_cast<float>(op.shape.latent);
+    p.rms_norm = op.rms_norm;
+    p.exchange_shared = p.shared && !op.shared_is_sum && op.shape.world > 1;
+    p.release = op.releases_early, p.digest = op.plan.digest;
+    p.timeout_ticks =
+        static_cast<std::uint32_t>(std::min<std::uint64_t>((op.exchange.timeout_ns >> fused::tick_log2_ns) + 1, 1u << 30));
+    p.stamps = op.stamps;
+    if (op.tokens > 0 && (!p.routed || !p.out || !p.weights || !aligned(p.routed) || !aligned(p.shared) ||
+                          !aligned(p.prefix) || !aligned(p.out) || reinterpret_cast<std::uintptr_t>(p.gamma) % 16 != 0)) {
+        return cudaErrorInvalidValue;
+    }
+    if (op.tokens == 0) {
+        return launch({.grid = 32, .block = 256, .dependent = op.starts_early, .stream = stream}, fused::idle, p);
+    }
+    for (std::int64_t first = 0; first < op.tokens; first += op.plan.tokens) {
+        p.tokens = static_cast<int>(std::min<std::int64_t>(op.plan.tokens, op.tokens - first));
+        const cudaError_t e = launch({.grid = fused_tail_grid(op.plan),
+                                      .block = tile->threads,
+                                      .cluster = op.plan.split,
+                                      .shared_bytes = p.at.bytes,
+                                      .dependent = op.starts_early,
+                                      .stream = stream},
+                                     op.stamps && tile->stamped ? tile->stamped : tile->kernel, p);
+        if (e != cudaSuccess) return e;
+        for (UnitRows* rows : {&p.routed, &p.shared, &p.prefix, &p.out}) {
+            if (*rows) rows->data += op.plan.tokens * rows->stride;
+        }
+    }
+    return cudaSuccess;
+}
+
+}  // namespace latent_moe::gpu

@@ -1,0 +1,96 @@
+// The fused decode tail: out = prefix + Σ shared + scale · norm(Σ routed) · W_upᵀ, on every rank, in one kernel. The drawing
+// is in fused_tail.cu; conventions (strides, streams, dependent launch) are those of kernels.h.
+//
+// USE.
+//   1. At creation, on the rank's device: `prepare_fused_tail()`, then one `plan_fused_tail` for each class of token counts
+//   that
+//      may come (rows of a plan: 8, 16, 32, 64 or 128). Ranks need not have the same plan; they need the same `rows` of a
+//      call.
+//   2. A region of `fused_tail_region_bytes` in every rank's window, at the same offset (a multiple of 128). The region is
+//   its own:
+//      mailboxes of other kernels must not overlap it. `reset_fused_tail` empties it: before the first call, and after a
+//      fault, with `reset_window` and then a barrier of the host's own.
+//   3. Each call: `launch_fused_tail`. It takes one epoch of the exchange, or, where `tokens` is above the plan's, one for
+//   each
+//      `plan.tokens` rows.
+//   4. Grids that wait for each other must be resident together: the sum of `fused_tail_grid` over the ranks on one GPU
+//   (twice
+//      that where calls use dependent launch, since the next call's CTAs may come before the last of another rank's) must
+//      fit.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime.h>
+
+#include "gpu/primitives/window.h"
+#include "latent_moe/tensor.h"
+
+namespace latent_moe::gpu {
+
+/// What does not change from call to call.
+struct FusedTailShape {
+    std::int64_t hidden = 0;  ///< H; H / world is a multiple of 8
+    std::int64_t latent = 0;  ///< L, a multiple of 8
+    int world = 1;            ///< 1 to 16; need not be a power of two
+    int capacity = 128;       ///< rows of a mailbox
+};
+
+/// How the work is cut. Chosen by `plan_fused_tail`; every field may be overridden by measurement, then `fused_tail_fits`
+/// tells whether the result can run.
+struct FusedTailPlan {
+    int tokens = 0;           ///< token columns of the product: 8, 16, 32, 64 or 128; rows of one kernel
+    int rows = 0;             ///< of W that a cluster owns at a time: 64 or 128
+    int split = 0;            ///< CTAs of a cluster, each a part of K: 1, 2, 4 or 8
+    int clusters = 0;         ///< each takes every `clusters`-th tile of W
+    int in_flight_early = 3;  ///< bulk copies of weights in flight a CTA, until the latents are there,
+    int in_flight_late = 4;   ///< and after
+    int prefetch_blocks = 4;  ///< of weights that shared memory does not hold, into L2, at most
+    bool digest = true;       ///< of the output, for the next call's header
+};
+
+int fused_tail_grid(const FusedTailPlan& plan);
+
+/// Once per device, before the first plan: modules loaded, shared memory allowed. cudaErrorNotSupported: no sm_90a kernel
+/// here.
+cudaError_t prepare_fused_tail();
+
+/// Chooses for calls of up to `tokens` rows, with at most `max_ctas` CTAs, all resident at once (asks the device).
+/// cudaErrorInvalidValue: outside the limits; cudaErrorLaunchOutOfResources: nothing fits.
+cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, int max_ctas, FusedTailPlan* plan);
+
+/// Whether this plan can run this shape here, its whole grid resident.
+cudaError_t fused_tail_fits(const FusedTailShape& shape, const FusedTailPlan& plan);
+
+std::int64_t fused_tail_region_bytes(const FusedTailShape& shape);
+
+cudaError_t reset_fused_tail(void* region, const FusedTailShape& shape, cudaStream_t stream);
+
+struct FusedTail {
+    Exchange exchange;               ///< `slot_bytes` is not used here
+    std::int64_t region_offset = 0;  ///< of the region in every window
+    FusedTailShape shape;
+    FusedTailPlan plan;
+    ConstRows routed;              ///< [tokens, latent], this rank's partial
+    ConstRows shared;              ///< [tokens, hidden]: this rank's partial, or the sum; may be absent
+    bool shared_is_sum = false;    ///< `shared` is Σ already, the same on every rank: it is not exchanged
+    ConstRows prefix;              ///< [tokens, hidden], the same on every rank, added last; may be absent
+    Rows out;                      ///< [tokens, hidden]; may be exactly `shared` or `prefix`
+    const void* packed = nullptr;  ///< this rank's rows of W_up (packed_layout.h), bf16
+    bool rms_norm = true;
+    const void* gamma = nullptr;  ///< [latent]; null: ones
+    float epsilon = 1e-5F;
+    float scale = 1.0F;
+    const float* column_scales = nullptr;  ///< [hidden / world], on top of `scale`; may be null
+    std::int64_t tokens = 0;               ///< at most `shape.capacity`; 0 takes part in the exchange too
+    /// May start before its predecessor has ended: weights and γ are read at once, nothing else before the predecessor has
+    /// ended.
+    bool starts_early = false;
+    /// Lets the successor start early. The successor must `griddepcontrol.wait` before it touches what this call reads or
+    /// writes.
+    bool releases_early = false;
+    long long* stamps = nullptr;  ///< see fused_tail_stamps.cuh; null: none
+};
+cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream);
+
+}  // namespace latent_moe::gpu

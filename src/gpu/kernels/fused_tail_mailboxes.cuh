@@ -1,0 +1,169 @@
+// The fused tail's mailboxes: where they lie, which slot a call uses, how they are waited for and re-armed.
+//
+//     region of one rank's window:  | state, an entry a CTA | slot 0 | slot 1 | slot 2 |
+//     slot:  | latents from each peer | slices of the shared partials from each peer | finished columns from each peer |
+//     box:   `capacity` rows without gaps; a call of M rows uses the first M, and a word that was not sent holds the sentinel
+//
+// WHO WRITES WHAT, WHEN. Fused call f (they count on their own: other kernels of the context do not touch this region) sends into
+// slot f mod 3 at the peers, reads slot f mod 3 of its own window, and re-arms slot (f - 1) mod 3 of its own window: *all rows that
+// call f - 1 used*, which the state remembers. A latent is read by every cluster, so its readers cannot re-arm it at once.
+//
+// WHY A SLOT IS NOT READ EARLY. Data is its own signal: a 4-byte word that is not the sentinel is one that was sent (mailbox.h).
+//
+// WHY IT IS NOT READ STALE. Words of slot f mod 3 were last sent in call f - 3 and re-armed in call f - 2, by kernels that ended
+// before this one began (kernel order; `dependency_wait` under dependent launch). The rows re-armed are those of call f - 3
+// itself, so M may shrink and grow.
+//
+// WHY IT IS NOT OVERWRITTEN LATE (a peer's words of call f + 3 falling to a re-arm of call f + 1, or replacing unread words of
+// call f). The peer's call f + 3 sends after its call f + 2 has ended; that has seen this rank's header of call f + 2, which a
+// thread of this rank's call f + 2 sent after `dependency_wait` and a system-scope fence: so after this rank's calls f (the
+// reading) and f + 1 (the re-arm) ended. Release: fence, header; acquire: header, fence, kernel order (header.h). Two slots would
+// not do: in call f + 2 the peer has only seen the header of f + 1, which says nothing of the re-arm in call f + 1.
+//
+// WHAT AN EXPIRED WAIT LEAVES. Every CTA of a cluster runs to its end, because its neighbours count on its parts; the waits give up
+// and the results are garbage. The fault word is set; `out` is not to be used, and the region must be reset.
+#pragma once
+
+#include "gpu/kernels/fused_tail_params.cuh"
+#include "gpu/primitives/bounded_wait.h"
+#include "gpu/primitives/epoch.h"
+#include "gpu/primitives/header.h"
+#include "gpu/primitives/numeric.h"
+#include "gpu/primitives/scoped.h"
+
+namespace latent_moe::gpu::fused {
+
+/// What a CTA knows of the calls before; 32 bytes, so that CTAs do not meet in a sector.
+struct alignas(32) State {
+    std::uint32_t slot;  ///< of this call
+    std::uint32_t rows;  ///< that the call before this one used, in the slot before
+};
+inline constexpr std::int64_t state_bytes = sizeof(State) * max_grid;
+
+using U = Unit<Dtype::bf16>;
+
+struct Slot {
+    const Params& p;
+    std::int64_t offset;  ///< in every window
+
+    LATENT_MOE_DEVICE Slot(const Params& params, std::uint32_t index)
+        : p(params), offset(params.region + state_bytes + index * params.slot_bytes) {}
+
+    LATENT_MOE_DEVICE uint4* at(int receiver, std::int64_t bytes) const {
+        return reinterpret_cast<uint4*>(static_cast<char*>(p.exchange.window.base[receiver]) + offset + bytes);
+    }
+    LATENT_MOE_DEVICE uint4* latents(int source, int receiver) const {
+        return at(receiver, mailbox_index(source, receiver) * p.latent_box);
+    }
+    LATENT_MOE_DEVICE uint4* shared(int source, int receiver) const {
+        return at(receiver, (p.exchange.window.world - 1) * p.latent_box + mailbox_index(source, receiver) * p.column_box);
+    }
+    LATENT_MOE_DEVICE uint4* columns(int source, int receiver) const {
+        const int peers = p.exchange.window.world - 1;
+        return at(receiver, peers * p.latent_box + (peers + mailbox_index(source, receiver)) * p.column_box);
+    }
+};
+
+LATENT_MOE_DEVICE State* states(const Params& p) {
+    return reinterpret_cast<State*>(static_cast<char*>(p.exchange.window.base[p.exchange.window.rank]) + p.region);
+}
+
+/// After `dependency_wait`.
+LATENT_MOE_DEVICE State load_state(const Params& p) {
+    const uint2 v = load_relaxed<Scope::device>(reinterpret_cast<const uint2*>(states(p) + blockIdx.x));
+    return {v.x, v.y};
+}
+
+/// By one warp, once all threads of the CTA have loaded the state. As with the epoch: CTA b writes the entries b, b + G, …, so that
+/// the next call finds its own whatever its grid.
+LATENT_MOE_DEVICE void store_state(const Params& p, std::uint32_t slot, int lane) {
+    const uint2 next = make_uint2(slot == slots - 1 ? 0 : slot + 1, static_cast<std::uint32_t>(p.tokens));
+    for (int i = static_cast<int>(blockIdx.x) + lane * static_cast<int>(gridDim.x); i < max_grid;
+         i += 32 * static_cast<int>(gridDim.x)) {
+        store_relaxed<Scope::device>(reinterpret_cast<uint2*>(states(p) + i), next);
+    }
+}
+
+/// One thread's waiting for peers. As `Wait` of bounded_wait.h, but the telling is left to the end of the thread's role, where no
+/// registers are in use: a call inside a polling loop would make the hot path spill.
+class PeerWait {
+public:
+    LATENT_MOE_DEVICE explicit PeerWait(const Params& p) : p_(p) {}
+
+    /// Call after every look that found nothing. True: give up, now and ever after.
+    LATENT_MOE_DEVICE bool over(int peer, Phase phase) {
+        if ((++looks_ & 31) == 0 && blame_ == 0) {
+            const auto now = static_cast<std::uint32_t>(clock_ns() >> tick_log2_ns) | 1u;
+            if (start_ == 0) start_ = now;
+            if (now - start_ > p_.timeout_ticks || load_relaxed(&control(p_.exchange).fault) != 0) {
+                blame_ = static_cast<std::uint32_t>(peer) << 8 | static_cast<std::uint32_t>(phase);
+            }
+        }
+        return blame_ != 0;
+    }
+
+    /// At the end of the role, once the epoch is in shared memory.
+    LATENT_MOE_DEVICE void report(std::uint32_t epoch_word) const {
+        if (blame_ != 0) tell(p_, load_shared<std::uint32_t>(epoch_word), blame_);
+    }
+
+private:
+    __device__ __noinline__ static void tell(const Params& p, std::uint32_t epoch, std::uint32_t blame) {
+        const Exchange& x = p.exchange;
+        if (faulted(x, load_relaxed(&control(x).fault), epoch)) return;
+        raise_fault(x, epoch, FaultCode::timeout, static_cast<int>(blame >> 8), static_cast<Phase>(blame & 0xff), 0, 0);
+    }
+
+    const Params& p_;
+    std::uint32_t start_ = 0;  ///< tick of the first wait that took long enough to look at the clock
+    std::uint32_t looks_ = 0;
+    std::uint32_t blame_ = 0;  ///< peer and phase (never 0) of the wait that was given up
+};
+
+/// Polls n mailbox words together, `at(i)` from `peer(i)`, until all have come. A null address yields zeros.
+template <int n, class At, class Peer>
+LATENT_MOE_DEVICE void take(uint4 (&v)[n], PeerWait& wait, Phase phase, At at, Peer peer) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+        v[i] = uint4{};
+        if (const uint4* from = at(i)) v[i] = load_relaxed(from);
+    }
+    while (true) {
+        bool missing = false;
+        int whom = 0;
+#pragma unroll
+        for (int i = 0; i < n; ++i) {
+            if (U::arrived(v[i])) continue;
+            missing = true, whom = peer(i);
+            v[i] = load_relaxed(at(i));
+        }
+        if (!missing || wait.over(whom, phase)) return;
+    }
+}
+
+/// Re-arms the slot before `state.slot`. By all threads that pass distinct `thread`s out of `threads`, over the whole grid.
+LATENT_MOE_DEVICE void rearm(const Params& p, const State& state, std::int64_t thread, std::int64_t threads) {
+    const int rank = p.exchange.window.rank, peers = p.exchange.window.world - 1;
+    const Slot slot(p, state.slot == 0 ? slots - 1 : state.slot - 1);
+    const std::uint32_t latents = state.rows * p.latent_units, columns = state.rows * p.column_units;
+    const std::uint32_t of_peer = latents + 2 * columns, all = of_peer * peers;
+    for (std::int64_t i = thread; i < all; i += threads) {
+        const std::uint32_t k = static_cast<std::uint32_t>(i) / of_peer, j = static_cast<std::uint32_t>(i) % of_peer;
+        const int source = static_cast<int>(k) < rank ? static_cast<int>(k) : static_cast<int>(k) + 1;
+        uint4* to = j < latents             ? slot.latents(source, rank) + j
+                    : j < latents + columns ? slot.shared(source, rank) + (j - latents)
+                                            : slot.columns(source, rank) + (j - latents - columns);
+        store_relaxed(to, U::sentinel());
+    }
+}
+
+/// The protocol's own work, by one warp of each CTA: the epoch, and in CTA 0 the headers.
+LATENT_MOE_DEVICE void keep_protocol(const Params& p, std::uint32_t epoch, int lane) {
+    const Exchange& x = p.exchange;
+    const Call call{epoch, false};
+    const bool fault = faulted(x, load_relaxed(&control(x).fault), epoch);
+    leave_call(x, call, lane, 32);
+    if (blockIdx.x == 0 && !fault) exchange_headers(x, call, static_cast<std::uint32_t>(p.tokens), lane);
+}
+
+}  // namespace latent_moe::gpu::fused
