@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <mutex>
 
 #include "core/digest.h"
 #include "core/numeric.h"
@@ -11,6 +12,8 @@ namespace latent_moe::test {
 namespace {
 
 constexpr std::byte padding_pattern{0xA5};
+
+std::mutex computing;  // ranks that are threads share a problem
 
 }  // namespace
 
@@ -129,13 +132,15 @@ ReferenceInput Problem::reference_input() const {
 }
 
 const std::vector<double>& Problem::reference() const {
-    if (reference_.empty()) reference_ = reference_tail(reference_input());
-    return reference_;
+    const std::lock_guard lock(computing);
+    if (!reference_) reference_ = reference_tail(reference_input());
+    return *reference_;
 }
 
 const std::vector<float>& Problem::chain() const {
-    if (chain_.empty()) chain_ = chain_tail(reference_input());
-    return chain_;
+    const std::lock_guard lock(computing);
+    if (!chain_) chain_ = chain_tail(reference_input());
+    return *chain_;
 }
 
 Context make_context(const Problem& problem, const Bootstrap& bootstrap, const Options& options) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "core/matrix.h"
@@ -80,8 +81,8 @@ public:
     ReferenceInput reference_input() const;
 
 private:
-    mutable std::vector<double> reference_;
-    mutable std::vector<float> chain_;
+    mutable std::optional<std::vector<double>> reference_;  // computed once, by whoever asks first
+    mutable std::optional<std::vector<float>> chain_;
 };
 
 /// A sealed context with one layer, number 7, of the problem's weights.
