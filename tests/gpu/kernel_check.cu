@@ -3,9 +3,10 @@
 // everything.
 //
 //     nvcc -O3 -std=c++20 -gencode=arch=compute_90a,code=sm_90a -cudart static --expt-relaxed-constexpr -Isrc -Iinclude
-//          src/gpu/kernels/*.cu tests/gpu/kernel_check.cu -o kernel_check          (one line)
+//          src/gpu/kernels/{all_reduce,all_reduce_rms_norm,elementwise,skinny_projection}.cu tests/gpu/kernel_check.cu
+//          -o kernel_check -ldl                                                                            (one line)
 //     ./kernel_check [check] [faults] [time] [time-exchange] [time-chain] [time-projection] [loopback] [local] [ranks=R,R,…]
-//     default: check faults time
+//     default: check faults time. cuBLASLt is compared with if libcublasLt.so.13 is in the library path.
 //
 // Exit status 0: everything that was asked for passed. The last lines are a short table.
 #include <dlfcn.h>
@@ -1022,8 +1023,8 @@ int main(int argc, char** argv) {
         std::printf("%-40s %6.1f s, %d failures so far\n", what, seconds() - start, failures);
     };
     if (loopback) {
-        check_exchange(2, Dtype::bf16, 256,
-                       true);  // an even number of units: two stages add the two halves, which nobody verifies
+        // An even number of units: two stages then add this rank's two halves, which nobody verifies.
+        check_exchange(2, Dtype::bf16, 256, true);
         check_exchange(2, Dtype::f32, 136, true);
         done("loopback");
     }

@@ -5,7 +5,8 @@
 // bytes, every width is a multiple of 8. `tokens` may be 0: a call that takes part in the exchange is then still made.
 // `max_ctas` bounds the grid (2 to `max_grid`): all grids that wait for each other, of all ranks on one GPU, must be
 // resident together. `dependent_launch`: the kernel may start before its predecessor ends, and lets its successor do the
-// same (launch.h).
+// same (launch.h); only weights and γ are read before it has ended. A successor that waits holds its place on the GPU too:
+// where ranks share one, count both grids. Load every kernel (CUDA_MODULE_LOADING=EAGER, or call it once) before any waits.
 #pragma once
 
 #include <cstdint>

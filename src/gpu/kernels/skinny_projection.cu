@@ -88,7 +88,6 @@ struct Tile {
     static constexpr int weight_bytes = rows * PackedLayout::row_bytes;   ///< of one block
     static constexpr int token_bytes = tokens * PackedLayout::row_bytes;  ///< of one block
     static constexpr int parts_bytes = teams * rows * tokens * 4;         ///< what a CTA receives, whatever the split
-    static constexpr int chains = tokens == 64 ? 2 : 4;                   ///< of wgmma, added at the end
 
     static int ring() {
         return std::min(max_ring, (hopper_shared_bytes - 1024 - parts_bytes - barrier_bytes) / (weight_bytes + token_bytes));
@@ -100,7 +99,8 @@ template <Dtype dtype, class Tile>
 struct Hopper {
     static constexpr int warps = Tile::math_threads / 32;
     static constexpr int team_warps = warps / Tile::teams;
-    static constexpr int groups = Tile::rows / 8;  ///< pieces of 8 rows: what is sent and finished as one
+    static constexpr int chains = Tile::tokens == 64 ? 2 : 4;  ///< of wgmma, added at the end
+    static constexpr int groups = Tile::rows / 8;              ///< pieces of 8 rows: what is sent and finished as one
 
     const Params& p;
     // Shared memory: | ring of W blocks | ring of A blocks | parts | barriers |, the rings aligned to 1 KB
@@ -203,7 +203,7 @@ struct Hopper {
 
     /// The partial product of this warp's 16 rows, over its team's blocks.
     LATENT_MOE_DEVICE void multiply(float (&sum)[Tile::tokens / 2], int warp, int lane) const {
-        float acc[Tile::chains][Tile::tokens / 2] = {};
+        float acc[chains][Tile::tokens / 2] = {};
         const int team = warp / team_warps;
         const std::uint64_t w0 = swizzled_operand(weights + warp % team_warps / 4 * 64 * PackedLayout::row_bytes);
         const std::uint64_t t0 = swizzled_operand(tokens);
@@ -217,7 +217,7 @@ struct Hopper {
             wgmma_begin();
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
-                Wgmma<Tile::tokens>::template multiply<dtype>(acc[step % Tile::chains], w + 2 * step, t + 2 * step);
+                Wgmma<Tile::tokens>::template multiply<dtype>(acc[step % chains], w + 2 * step, t + 2 * step);
             }
             wgmma_commit();
             wgmma_wait<1>();  // the block before this one has been read
@@ -229,7 +229,7 @@ struct Hopper {
         for (int i = 0; i < Tile::tokens / 2; ++i) {
             sum[i] = acc[0][i];
 #pragma unroll
-            for (int chain = 1; chain < Tile::chains; ++chain) sum[i] += acc[chain][i];
+            for (int chain = 1; chain < chains; ++chain) sum[i] += acc[chain][i];
         }
     }
 

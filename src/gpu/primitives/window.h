@@ -92,7 +92,7 @@ struct Exchange {
     PeerWindow window;
     std::int64_t slot_bytes;   ///< a multiple of 128
     FaultRecord* record;       ///< device address of host-mapped memory
-    std::uint64_t timeout_ns;  ///< how long one wait may take
+    std::uint64_t timeout_ns;  ///< how long one kernel may wait
     std::int32_t layer;        ///< of this call; goes into the header
     std::uint32_t tail;        ///< of this call, below 256; goes into the header
 };
