@@ -32,14 +32,18 @@ namespace {
 /// Tokens at a time: products are at full speed, and the workspace does not grow with the longest call.
 constexpr std::int64_t most_block_tokens = 4096;
 
-/// Most bytes of mailboxes of one call. Larger messages are cut: past this a kernel more costs little beside the wire.
-constexpr std::int64_t main_slot_bytes = std::int64_t{16} << 20;
-constexpr std::int64_t side_slot_bytes = std::int64_t{8} << 20;
+/// Most bytes of the mailboxes of one call, and of the boxes of one in bulk. Larger messages are cut: past this a kernel more
+/// costs little beside the wire.
+constexpr std::int64_t mailbox_bytes = std::int64_t{2} << 20;
+constexpr std::int64_t bulk_box_bytes = std::int64_t{16} << 20;
+
+/// Summands from this size on go in bulk.
+constexpr std::int64_t bulk_pays_from_bytes = std::int64_t{512} << 10;
 
 /// Summands from this size on go through NCCL where ranks have GPUs of their own and a window; NCCL is never faster below it.
 constexpr std::int64_t nccl_pays_from_bytes = INT64_MAX;
 
-enum LaneIndex : int { main_lane, side_lane };
+enum LaneIndex : int { main_lane, side_lane, lane_count };
 
 class GpuBackend final : public Backend {
 public:
@@ -239,12 +243,17 @@ private:
         product_.emplace(shape_, bootstrap_, block_tokens_, widths);
     }
 
+    /// Collective: the user's or the default, as rank 0 has it.
+    std::int64_t agreed_bytes(const char* variable, std::int64_t otherwise) const {
+        const char* given = std::getenv(variable);
+        return gather(bootstrap_, given != nullptr ? std::int64_t{std::strtoll(given, nullptr, 10)} : otherwise).front();
+    }
+
     /// Processes need NCCL for everything; threads only where it is faster.
     void make_communicator() {
         if (world() == 1) return;
-        const char* given = std::getenv("LATENT_MOE_NCCL_FROM_BYTES");
-        nccl_from_bytes_ = given != nullptr ? std::strtoll(given, nullptr, 10) : nccl_pays_from_bytes;
-        nccl_from_bytes_ = gather(bootstrap_, nccl_from_bytes_).front();  // rank 0 decides
+        nccl_from_bytes_ = agreed_bytes("LATENT_MOE_NCCL_FROM_BYTES", nccl_pays_from_bytes);
+        bulk_from_bytes_ = agreed_bytes("LATENT_MOE_BULK_FROM_BYTES", bulk_pays_from_bytes);
         const bool pays = block_tokens_ * shape_.hidden * static_cast<std::int64_t>(bytes_of(shape_.activations)) >= nccl_from_bytes_;
         if (topology_.one_process && topology_.peer_access && (!pays || topology_.shares_devices())) return;
         if (topology_.shares_devices()) {
@@ -254,18 +263,27 @@ private:
         communicator_ = std::make_unique<NcclCommunicator>(bootstrap_, topology_.device, options_.timeout_ms);
     }
 
-    std::int64_t slot_bytes(LaneIndex lane) const noexcept {
+    // What the largest message needs, but no more than it pays to have; a few rows fit whatever they are.
+    std::int64_t slot_bytes_up_to(std::int64_t most) const noexcept {
         const auto for_rows = [&](std::int64_t rows) {
             return all_reduce_slot_bytes(world(), 1, rows, std::max(shape_.hidden, shape_.latent), shape_.activations);
         };
-        // What the largest message needs, but no more than it pays to have; a few rows fit whatever they are.
-        return std::max(for_rows(8), std::min(for_rows(block_tokens_), lane == main_lane ? main_slot_bytes : side_slot_bytes));
+        return std::max(for_rows(8), std::min(for_rows(block_tokens_), most));
     }
-    std::int64_t window_bytes_of_lanes() const noexcept { return window_bytes(slot_bytes(main_lane)) + window_bytes(slot_bytes(side_lane)); }
+    std::int64_t mailbox_slot_bytes() const noexcept { return slot_bytes_up_to(mailbox_bytes); }
+    bool has_bulk() const noexcept {
+        return block_tokens_ * shape_.hidden * static_cast<std::int64_t>(bytes_of(shape_.activations)) >= bulk_from_bytes_;
+    }
+    Bulk bulk() const noexcept {
+        return {.offset = (window_bytes(mailbox_slot_bytes()) + 127) / 128 * 128, .slot_bytes = has_bulk() ? slot_bytes_up_to(bulk_box_bytes) : 0};
+    }
+    /// Of one lane.
+    std::int64_t lane_window_bytes() const noexcept { return bulk().offset + (has_bulk() ? bulk_bytes(bulk().slot_bytes) : 0); }
+    std::int64_t window_bytes_of_lanes() const noexcept { return lane_count * lane_window_bytes(); }
 
     /// The lanes' windows lie one behind the other.
     void* window_base(int rank, LaneIndex lane) const noexcept {
-        return static_cast<std::byte*>(peer_memory_->base(rank)) + (lane == main_lane ? 0 : window_bytes(slot_bytes(main_lane)));
+        return static_cast<std::byte*>(peer_memory_->base(rank)) + lane * lane_window_bytes();
     }
 
     void acquire_window() {
@@ -276,7 +294,9 @@ private:
         if (!has_window()) return;
         together(bootstrap_, "peer window", [&] {
             for (const LaneIndex lane : {main_lane, side_lane}) {
-                check(reset_window(window_base(rank(), lane), slot_bytes(lane), shape_.activations, setup_stream_.get()), "window kernel");
+                void* base = window_base(rank(), lane);
+                check(reset_window(base, mailbox_slot_bytes(), shape_.activations, setup_stream_.get()), "window kernel");
+                if (has_bulk()) check(reset_bulk(base, bulk(), setup_stream_.get()), "cudaMemsetAsync");
             }
             check(cudaStreamSynchronize(setup_stream_.get()), "window kernel");
         });
@@ -291,10 +311,14 @@ private:
         if (lane == side_lane) parts.nccl_from_bytes = INT64_MAX;  // two lanes must not meet in one communicator
         if (world() == 1 || !has_window()) return parts;
         parts.exchange = {.window = {.base = {}, .rank = rank(), .world = world()},
-                          .slot_bytes = slot_bytes(lane),
+                          .slot_bytes = mailbox_slot_bytes(),
                           .record = records_->record(lane),
                           .timeout_ns = static_cast<std::uint64_t>(options_.timeout_ms) * 1'000'000};
         for (int r = 0; r < world(); ++r) parts.exchange.window.base[r] = window_base(r, lane);
+        if (has_bulk()) {
+            parts.bulk = bulk();
+            parts.bulk_from_bytes = bulk_from_bytes_;
+        }
         return parts;
     }
 
@@ -333,6 +357,7 @@ private:
     TokenRange own_rows_;
     std::int64_t block_tokens_;
     std::int64_t nccl_from_bytes_ = INT64_MAX;
+    std::int64_t bulk_from_bytes_ = INT64_MAX;
     std::string window_missing_;
 
     std::optional<FaultRecords> records_;

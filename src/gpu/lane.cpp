@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "core/partition.h"
 #include "gpu/kernels/kernels.h"
 #include "gpu/kernels/row_exchange.h"
 #include "gpu/views.h"
@@ -76,6 +77,7 @@ void GpuLane::all_reduce(Step step, const ConstMatrix& in, const Matrix& out, co
         if (prefix.present()) add(sum, prefix, {}, out);
         return;
     }
+    if (in_bulk(bytes_of_rows(in))) return check(all_reduce_in_bulk(in, out, prefix), "bulk all-reduce kernel");
     check(gpu::all_reduce({.exchange = parts_.exchange,
                            .x = rows_of(in),
                            .y = writable(out),
@@ -89,10 +91,31 @@ void GpuLane::all_reduce(Step step, const ConstMatrix& in, const Matrix& out, co
           "all-reduce kernel");
 }
 
+/// Two ranks send everything in one hop; for more, reduce-scatter and all-gather move less.
+cudaError_t GpuLane::all_reduce_in_bulk(const ConstMatrix& in, const Matrix& out, const ConstMatrix& prefix) const {
+    OwnRows own{};
+    for (int rank = 0; rank < world_; ++rank) {
+        const TokenRange range = even_part(in.rows, world_, rank);
+        own.first[rank] = range.first;
+        own.count[rank] = range.count;
+    }
+    return bulk_all_reduce({.exchange = parts_.exchange,
+                            .bulk = parts_.bulk,
+                            .x = rows_of(in),
+                            .y = writable(out),
+                            .prefix = rows_of(prefix),
+                            .own = world_ == 2 ? nullptr : &own,
+                            .tokens = in.rows,
+                            .width = in.columns,
+                            .dtype = in.dtype,
+                            .max_ctas = parts_.max_ctas},
+                           stream_);
+}
+
 void GpuLane::all_reduce_norm(Step step, const ConstMatrix& in, const void* gamma, const Matrix& out) {
     const std::int64_t bytes = bytes_of_rows(in);
     if (world_ == 1 && gamma != nullptr) return normalise(gamma, in, out);
-    if (gamma == nullptr || through_nccl(bytes) || stages(bytes) != 1) {
+    if (gamma == nullptr || through_nccl(bytes) || in_bulk(bytes) || stages(bytes) != 1) {
         all_reduce(step, in, out, {});
         if (gamma != nullptr) normalise(gamma, out, out);
         return;
@@ -125,15 +148,15 @@ void GpuLane::reduce_scatter(Step step, const ConstMatrix& in, std::span<const T
     const TokenRange mine = own[static_cast<std::size_t>(rank_)];
     if (world_ == 1) return copy(in.row_range(mine.first, mine.count), out);
     if (through_nccl(bytes_of_rows(in, own))) return parts_.nccl->reduce_scatter(in, own, out, stream_);
-    check(gpu::reduce_scatter({.exchange = parts_.exchange,
-                               .x = rows_of(in),
-                               .own = own_rows(own),
-                               .y = writable(out),
-                               .width = in.columns,
-                               .dtype = in.dtype,
-                               .max_ctas = parts_.max_ctas},
-                              stream_),
-          "reduce-scatter kernel");
+    const ReduceScatter op{.exchange = parts_.exchange,
+                           .x = rows_of(in),
+                           .own = own_rows(own),
+                           .y = writable(out),
+                           .width = in.columns,
+                           .dtype = in.dtype,
+                           .max_ctas = parts_.max_ctas};
+    const bool bulk = in_bulk(bytes_of_rows(in, own));
+    check(bulk ? bulk_reduce_scatter(op, parts_.bulk, stream_) : gpu::reduce_scatter(op, stream_), "reduce-scatter kernel");
 }
 
 void GpuLane::reduce_scatter_norm(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const void* gamma, const Matrix& out) {
@@ -151,15 +174,15 @@ void GpuLane::all_gather(Step step, const ConstMatrix& in, std::span<const Token
         return;
     }
     if (through_nccl(bytes_of_rows(in, own))) return parts_.nccl->all_gather(in, own, out, stream_);
-    check(gpu::all_gather({.exchange = parts_.exchange,
-                           .x = rows_of(in),
-                           .own = own_rows(own),
-                           .y = writable(out),
-                           .width = out.columns,
-                           .dtype = out.dtype,
-                           .max_ctas = parts_.max_ctas},
-                          stream_),
-          "all-gather kernel");
+    const AllGather op{.exchange = parts_.exchange,
+                       .x = rows_of(in),
+                       .own = own_rows(own),
+                       .y = writable(out),
+                       .width = out.columns,
+                       .dtype = out.dtype,
+                       .max_ctas = parts_.max_ctas};
+    const bool bulk = in_bulk(bytes_of_rows(in, own));
+    check(bulk ? bulk_all_gather(op, parts_.bulk, stream_) : gpu::all_gather(op, stream_), "all-gather kernel");
 }
 
 void GpuLane::normalise(const void* gamma, const ConstMatrix& in, const Matrix& out) {

@@ -5,6 +5,7 @@
 #include <span>
 
 #include "core/matrix.h"
+#include "gpu/kernels/bulk_exchange.h"
 #include "gpu/nccl_exchange.h"
 #include "gpu/primitives/window.h"
 #include "gpu/product.h"
@@ -17,6 +18,8 @@ class GpuLane final : public Lane {
 public:
     struct Parts {
         Exchange exchange = {};        ///< without a peer window its world is 0
+        Bulk bulk;                     ///< behind the mailboxes in the window
+        std::int64_t bulk_from_bytes = INT64_MAX;  ///< summands at least this large go in bulk
         int max_ctas = 64;             ///< of a kernel that waits for peers
         NcclExchange* nccl = nullptr;  ///< null: everything goes through the window
         std::int64_t nccl_from_bytes = 0;  ///< summands at least this large go through NCCL
@@ -43,6 +46,8 @@ public:
 
 private:
     bool through_nccl(std::int64_t bytes) const noexcept;
+    bool in_bulk(std::int64_t bytes) const noexcept { return bytes >= parts_.bulk_from_bytes; }
+    cudaError_t all_reduce_in_bulk(const ConstMatrix& in, const Matrix& out, const ConstMatrix& prefix) const;
     int stages(std::int64_t bytes) const noexcept;
     void normalise(const void* gamma, const ConstMatrix& in, const Matrix& out);
 

@@ -14,7 +14,6 @@
 namespace latent_moe::gpu {
 namespace {
 
-constexpr int ctas_per_multiprocessor = 2;
 constexpr int contexts_beside = 2;
 constexpr int most_ctas = 96;   // enough to fill the links; more only take multiprocessors from others
 constexpr int fewest_ctas = 4;  // a header and one part of the data on each lane
@@ -29,7 +28,7 @@ Registry& registry() {
     return instance;
 }
 
-int room(int multiprocessors, int reserved) { return std::max(0, multiprocessors - reserved) * ctas_per_multiprocessor; }
+int room(int multiprocessors, int reserved) { return std::max(0, multiprocessors - reserved); }
 
 }  // namespace
 

@@ -54,6 +54,22 @@ void load_exchanges(const Shape& shape, const GpuLane::Parts& parts, const void*
     check(all_gather({.exchange = exchange, .x = {data}, .own = own, .y = {data}, .width = shape.latent, .dtype = dtype, .max_ctas = parts.max_ctas},
                      stream),
           "all-gather kernel");
+    if (parts.bulk.slot_bytes > 0) {
+        const ReduceScatter scatter{.exchange = exchange, .x = {data}, .own = own, .y = {data}, .width = shape.latent, .dtype = dtype, .max_ctas = parts.max_ctas};
+        const AllGather all{.exchange = exchange, .x = {data}, .own = own, .y = {data}, .width = shape.latent, .dtype = dtype, .max_ctas = parts.max_ctas};
+        check(bulk_all_reduce({.exchange = exchange,
+                               .bulk = parts.bulk,
+                               .x = {data},
+                               .y = {data},
+                               .tokens = 1,
+                               .width = shape.latent,
+                               .dtype = dtype,
+                               .max_ctas = parts.max_ctas},
+                              stream),
+              "bulk all-reduce kernel");
+        check(bulk_reduce_scatter(scatter, parts.bulk, stream), "reduce-scatter kernel");
+        check(bulk_all_gather(all, parts.bulk, stream), "all-gather kernel");
+    }
     check(cudaStreamSynchronize(stream), "loading of kernels");
 }
 

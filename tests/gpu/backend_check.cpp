@@ -188,11 +188,14 @@ Reference reference_of(const Case& c, const Weights& weights, std::int64_t token
 class Graph {
 public:
     Graph() = default;
+    /// All ranks capture before any instantiates: a capture in global mode forbids other threads much.
     template <typename Body>
-    Graph(cudaStream_t stream, cudaStreamCaptureMode mode, Body body) {
+    Graph(const Bootstrap& boot, cudaStream_t stream, cudaStreamCaptureMode mode, Body body) {
+        meet(boot);
         check(cudaStreamBeginCapture(stream, mode), "cudaStreamBeginCapture");
         body();
         check(cudaStreamEndCapture(stream, &graph_), "cudaStreamEndCapture");
+        meet(boot);
         check(cudaGraphInstantiate(&executable_, graph_, 0), "cudaGraphInstantiate");
     }
     ~Graph() {
@@ -318,7 +321,9 @@ void check_rank(const Case& c, const Bootstrap& boot, Shared& shared) {
                 const double ratio = error / std::max(expected.chain_error, 1e-7);
                 ours.worst_error = std::max(ours.worst_error, error);
                 ours.worst_ratio = std::max(ours.worst_ratio, ratio);
-                if (!(error <= 1.2 * expected.chain_error + 2e-6)) {
+                // late_reduce rounds every rank's product before the sum: that is the tail, not the backend.
+                const double allowed = tail == Tail::late_reduce ? 1.2 + 0.05 * c.world : 1.2;
+                if (!(error <= allowed * expected.chain_error + 2e-6)) {
                     failed(fmt::format("{} {}: rank {} error {:.3g}, chain {:.3g}", where, how, boot.rank, error, expected.chain_error));
                 }
             };
@@ -336,8 +341,7 @@ void check_rank(const Case& c, const Bootstrap& boot, Shared& shared) {
             if (result() != first) failed(fmt::format("{}: repeat differs on rank {}", where, boot.rank));
 
             // Captured with whatever lies in the inputs, replayed with others.
-            meet(boot);
-            const Graph graph(stream, index % 2 == 0 ? cudaStreamCaptureModeThreadLocal : cudaStreamCaptureModeGlobal, run);
+            const Graph graph(boot, stream, index % 2 == 0 ? cudaStreamCaptureModeThreadLocal : cudaStreamCaptureModeGlobal, run);
             meet(boot);
             for (int replay = 0; replay < 3; ++replay) {
                 const std::uint64_t seed = replay == 1 ? 2 : 1;
@@ -389,16 +393,13 @@ void time_rank(const Bootstrap& boot, const Case& c, int layer_count) {
         routed.upload(stream);
         partial.upload(stream);
         std::string line = fmt::format("{} M={:<5}", c.name, tokens);
-        for (const Tail tail : {Tail::replicated, Tail::overlap, Tail::column_parallel, Tail::token_parallel}) {
+        const auto measure = [&](const char* what, const auto& one_layer) {
             const auto run = [&] {
-                for (const Layer& layer : layers) {
-                    require(layer.run(tail, {.routed = {routed.data()}, .shared = {partial.data()}, .tokens = tokens}, {out.data()}, stream), line);
-                }
+                for (const Layer& layer : layers) require(one_layer(layer), line);
             };
             run();
             check(cudaStreamSynchronize(stream), "a timed tail");
-            meet(boot);
-            const Graph graph(stream, cudaStreamCaptureModeThreadLocal, run);
+            const Graph graph(boot, stream, cudaStreamCaptureModeThreadLocal, run);
             std::vector<float> times;
             for (int i = 0; i < 12; ++i) {
                 meet(boot);
@@ -412,8 +413,27 @@ void time_rank(const Bootstrap& boot, const Case& c, int layer_count) {
                 if (i >= 2) times.push_back(ms * 1000 / static_cast<float>(layer_count));
             }
             std::ranges::sort(times);
-            line += fmt::format("  {} {:7.1f}", name(tail), times[times.size() / 2]);
-        }
+            line += fmt::format("  {} {:.1f}", what, times[times.size() / 2]);
+        };
+        const auto tail_call = [&](Tail tail, bool consume) {
+            return [&, tail, consume](const Layer& layer) {
+                return layer.run(tail, {.routed = {routed.data()}, .shared = {partial.data()}, .tokens = tokens, .consume_shared = consume},
+                                 {out.data()}, stream);
+            };
+        };
+        measure("replicated", tail_call(Tail::replicated, false));
+        measure("overlap", tail_call(Tail::overlap, false));
+        measure("column", tail_call(Tail::column_parallel, false));
+        measure("column(consume)", tail_call(Tail::column_parallel, true));
+        measure("token", tail_call(Tail::token_parallel, false));
+        const gpu::DeviceMemory gamma(static_cast<std::size_t>(c.shape.latent) * 4, "gamma");
+        check(cudaMemset(gamma.get(), 0x3c, gamma.bytes()), "cudaMemset");
+        measure("| reduce+norm", [&](const Layer&) {
+            return context.all_reduce_rms_norm({routed.data()}, gamma.get(), {out.data()}, tokens, stream);
+        });
+        measure("projection", [&](const Layer& layer) {
+            return context.accumulate_projection({routed.data()}, layer, {out.data(), c.shape.hidden}, tokens, stream);
+        });
         if (boot.rank == 0) {
             const std::lock_guard lock(print_mutex);
             table.push_back(line);
@@ -422,6 +442,81 @@ void time_rank(const Bootstrap& boot, const Case& c, int layer_count) {
         }
     }
     meet(boot);
+}
+
+/// What goes wrong must be an error on every rank, in bounded time. Each story has a context of its own.
+void check_faults(const Bootstrap& boot) {
+    const gpu::CurrentDevice device(boot.rank % devices());
+    const Case c{.name = "faults", .shape = {.hidden = 512, .latent = 256}};
+    const Weights weights(c, 1);
+    const gpu::Stream stream_owner = gpu::make_stream();
+    const cudaStream_t stream = stream_owner.get();
+    Tensor routed(64, 256, Dtype::bf16);
+    Tensor shared(64, 512, Dtype::bf16);
+    Tensor out(64, 512, Dtype::bf16);
+    routed.upload(stream);
+    shared.upload(stream);
+    const auto story = [&](const char* what, const char* expected, double most_seconds, const std::function<void(Context&, const Layer&)>& act) {
+        Context context = Context::create(c.shape, boot, {.backend = "cuda", .max_tokens = 64, .timeout_ms = 1000, .keep_whole_weights = true, .cpu_threads = 1});
+        const Layer layer = weights.add_to(context, c, 3);
+        const Layer other = weights.add_to(context, c, 4);
+        context.seal();
+        meet(boot);
+        const auto begin = std::chrono::steady_clock::now();
+        act(context, boot.rank == 1 && std::string(what) == "another layer" ? other : layer);
+        check(cudaStreamSynchronize(stream), what);
+        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        const auto fault = context.poll_fault();
+        const std::string message = fault ? fault->message : "no fault";
+        const bool one_sided = std::string(expected).starts_with("did not arrive") && boot.rank != 0;  // the other rank only says so
+        if (!fault || (!one_sided && message.find(expected) == std::string::npos) || seconds > most_seconds) {
+            failed(fmt::format("faults: {}: rank {} after {:.2f} s: {}", what, boot.rank, seconds, message));
+        } else if (boot.rank == 0) {
+            fmt::print("faults: {}: {:.2f} s, {}\n", what, seconds, message);
+        }
+        const Status later = layer.run({.routed = {routed.data()}, .shared = {shared.data()}, .tokens = 1}, {out.data()}, stream);
+        if (later.ok()) failed(fmt::format("faults: {}: rank {} may go on", what, boot.rank));
+        check(cudaStreamSynchronize(stream), what);
+        meet(boot);
+    };
+    const auto call = [&](Tail tail, const Layer& layer, std::int64_t tokens) {
+        require(layer.run(tail, {.routed = {routed.data()}, .shared = {shared.data()}, .tokens = tokens}, {out.data()}, stream), "a call");
+    };
+    story("another number of tokens", "tokens", 3, [&](Context&, const Layer& layer) { call(Tail::column_parallel, layer, boot.rank == 0 ? 4 : 8); });
+    story("another layer", "layer", 3, [&](Context&, const Layer& layer) { call(Tail::replicated, layer, 4); });
+    story("another tail", "tail", 3, [&](Context&, const Layer& layer) { call(boot.rank == 0 ? Tail::replicated : Tail::column_parallel, layer, 4); });
+    story("a rank that does not come", "did not arrive", 3, [&](Context& context, const Layer& layer) {
+        if (boot.rank == 0) {
+            call(Tail::overlap, layer, 64);
+        } else {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+            context.abort("it never came");
+        }
+    });
+    story("a captured step without its peer", "did not arrive", 3, [&](Context& context, const Layer& layer) {
+        if (boot.rank != 0) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+            return context.abort("it never came");
+        }
+        cudaGraph_t graph = nullptr;
+        cudaGraphExec_t executable = nullptr;
+        check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+        for (int i = 0; i < 92; ++i) call(Tail::column_parallel, layer, 8);
+        check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+        check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
+        check(cudaGraphLaunch(executable, stream), "cudaGraphLaunch");
+        check(cudaStreamSynchronize(stream), "graph");
+        check(cudaGraphExecDestroy(executable), "cudaGraphExecDestroy");
+        check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+    });
+    story("abort", "abort", 0.9, [&](Context& context, const Layer& layer) {
+        if (boot.rank == 0) {
+            call(Tail::column_parallel, layer, 8);
+            std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        }
+        context.abort("abort in a test");
+    });
 }
 
 std::vector<Case> all_cases(const std::vector<int>& worlds) {
@@ -443,6 +538,7 @@ std::vector<Case> all_cases(const std::vector<int>& worlds) {
         cases.push_back(c);
         cases.push_back({.name = fmt::format("tp{} 512x256 no norm", world), .shape = plain, .world = world, .tokens = few});
         cases.push_back({.name = fmt::format("tp{} strided", world), .shape = small, .world = world, .tokens = few, .strided = true});
+        cases.push_back({.name = fmt::format("tp{} larger than slots", world), .shape = {.hidden = 15360, .latent = 64}, .world = world, .tokens = {600, 1101}});
         cases.push_back({.name = fmt::format("tp{} sequence-parallel", world), .shape = small, .world = world, .tokens = few, .sequence_parallel = true});
         if (world > 3) continue;
         cases.push_back({.name = fmt::format("tp{} f16", world), .shape = half, .world = world, .tokens = few, .weights = Dtype::f16});
@@ -453,6 +549,7 @@ std::vector<Case> all_cases(const std::vector<int>& worlds) {
         cases.push_back({.name = fmt::format("tp{} no shared", world), .shape = small, .world = world, .tokens = few, .shared = SharedState::absent});
         if (world == 2) {
             cases.push_back({.name = "tp2 shards given", .shape = small, .world = world, .tokens = few, .row_scales = true, .shard_only = true, .suspend = true});
+            cases.push_back({.name = "tp2 blocks", .shape = small, .world = world, .tokens = {4096, 4097, 9001}});
             cases.push_back({.name = "tp2 max 64", .shape = small, .world = world, .tokens = {1, 8, 33, 64}});
             cases.push_back({.name = "tp2 kimi-k3", .shape = *shape_preset("kimi-k3"), .world = world, .tokens = {1, 8, 16, 64, 65, 257}});
         }
@@ -502,6 +599,13 @@ int run_all(int argc, char** argv, const std::vector<int>& default_worlds, bool 
         }
         table.push_back(fmt::format("{:<24} {:.1f} s", c.name, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count()));
     }
+    if (checks && only.empty() && std::ranges::find(worlds, 2) != worlds.end()) {
+        try {
+            runner(2, check_faults);
+        } catch (const std::exception& error) {
+            failed(fmt::format("faults: {}", error.what()));
+        }
+    }
     for (const int world : times ? worlds : std::vector<int>{}) {
         if (world > devices()) continue;
         try {
@@ -524,6 +628,11 @@ int run_all(int argc, char** argv, const std::vector<int>& default_worlds, bool 
 int main(int argc, char** argv) {
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // streams of ranks that share a GPU must not queue behind each other
     setenv("NCCL_NVLS_ENABLE", "0", 1);
+    int count = 0;
+    if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess) {
+        fmt::print(stderr, "backend_check: no GPU here: {}\n", cudaGetErrorString(error));
+        return 3;
+    }
 #ifdef LATENT_MOE_CHECK_MPI
     int provided = 0;
     MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &provided);
