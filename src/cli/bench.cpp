@@ -116,25 +116,40 @@ Capabilities capabilities_here(const Problem& problem, const Bootstrap& bootstra
     return find_backend(options.backend).make(problem.shape, bootstrap, options)->capabilities();
 }
 
+/// The inputs that calls take in turn, on this rank's device. What the host drew is gone again.
+std::vector<RankInputs> rotating_inputs(const Arguments& arguments, const Problem& problem, Device& device, int rank) {
+    std::vector<bool> needed(static_cast<std::size_t>(problem.world));
+    needed[static_cast<std::size_t>(rank)] = true;
+    std::vector<RankInputs> sets;
+    for (int set = 0; set < (problem.inputs ? 1 : input_sets); ++set) {
+        sets.emplace_back(device, make_inputs(arguments, problem, needed, static_cast<std::uint64_t>(set)), rank);
+    }
+    return sets;
+}
+
 void time_tails(const Arguments& arguments, Problem& problem, const Bootstrap& bootstrap,
-                const std::vector<std::int64_t>& layers, const std::vector<CallInputs>& inputs, Result& result) {
+                const std::vector<std::int64_t>& layers, Result& result) {
+    const std::unique_ptr<Device> device = make_device(problem, bootstrap);
     const Capabilities capabilities = capabilities_here(problem, bootstrap);
     const Context context = make_context(problem, bootstrap, layers);
-    OutputRows out(context, problem.most_tokens());
-    out.fill_bytes(0);  // so that its pages are there
+    const std::vector<RankInputs> inputs = rotating_inputs(arguments, problem, *device, bootstrap.rank);
+    const RankOutput out(*device, context, problem.most_tokens());
     Progress progress(arguments, bootstrap.rank == 0);
     std::vector<Row> rows;
     std::vector<Refusal> refused;
     for (const std::int64_t tokens : problem.tokens) {
         for (const Tail tail : tails_to_time(arguments, context.plan(tokens), refused)) {
             progress.say("{}, {} tokens", name(tail), tokens);
-            Timing timing = time_calls(bootstrap, arguments.repeats, [&](int repetition) {
-                for (std::size_t layer = 0; layer < layers.size(); ++layer) {
-                    const CallInputs& set = inputs[(static_cast<std::size_t>(repetition) + layer) % inputs.size()];
-                    require(context.layer(layer).run(tail, set.of_rank(bootstrap.rank, tokens, own_rows(context, tokens)),
-                                                     out.rows()));
-                }
-            });
+            std::vector<std::function<void()>> passes;  // over all layers, each with the inputs in another turn
+            for (std::size_t turn = 0; turn < inputs.size(); ++turn) {
+                passes.emplace_back([&, turn, tokens, tail] {
+                    for (std::size_t layer = 0; layer < layers.size(); ++layer) {
+                        const RankInputs& set = inputs[(turn + layer) % inputs.size()];
+                        require(context.layer(layer).run(tail, set.of(context, tokens), out.rows(), device->stream()));
+                    }
+                });
+            }
+            Timing timing = time_calls(bootstrap, *device, arguments.repeats, passes);
             for (double* us : {&timing.median_us, &timing.p10_us, &timing.p90_us}) *us /= static_cast<double>(layers.size());
             const Work work = work_of(tail, problem.shape, problem.world, tokens, problem.options.shared,
                                       capabilities.weight_element_bytes);
@@ -143,12 +158,18 @@ void time_tails(const Arguments& arguments, Problem& problem, const Bootstrap& b
         }
     }
     const std::vector<std::size_t> weights = gathered(bootstrap, context.weight_bytes());
+    std::size_t own_activations = out.bytes();
+    for (const RankInputs& set : inputs) own_activations += set.bytes();
+    const std::vector<std::size_t> activations = gathered(bootstrap, own_activations);
     if (bootstrap.rank != 0) return;
     result.backend = context.backend();
     result.machine = capabilities.machine;
     result.rows = std::move(rows);
     result.refused = std::move(refused);
-    for (const std::size_t bytes : weights) result.memory.weights += bytes;
+    for (int rank = 0; rank < (arguments.processes ? 1 : problem.world); ++rank) {  // those of this process
+        result.memory.weights += weights[static_cast<std::size_t>(rank)];
+        result.memory.activations += activations[static_cast<std::size_t>(rank)];
+    }
 }
 
 /// What oneDNN takes for one rank's shard alone, all ranks at once.
@@ -159,14 +180,15 @@ void time_product(const Arguments& arguments, const Problem& problem, const Boot
     const double layer_bytes = static_cast<double>(columns * problem.shape.latent) * sizeof(float) * bootstrap.local_world;
     const int fitting = static_cast<int>(std::clamp(available_memory() * 0.6 / layer_bytes, 1.0, 1024.0));
     const int layers = gathered(bootstrap, std::min(fitting, most_layers)).front();
+    const std::unique_ptr<Device> device = make_device(problem, bootstrap);  // for its clock
     Progress progress(arguments, bootstrap.rank == 0);
     for (const std::int64_t tokens : problem.tokens) {
         if (tokens == 0) continue;
         progress.say("{}, {} tokens", product_row, tokens);
         OnednnProduct product(tokens, problem.shape.latent, columns, layers, threads);
-        Timing timing = time_calls(bootstrap, arguments.repeats, [&](int) {
-            for (int layer = 0; layer < layers; ++layer) product.run(layer);
-        });
+        Timing timing = time_calls(bootstrap, *device, arguments.repeats, {[&] {
+                                       for (int layer = 0; layer < layers; ++layer) product.run(layer);
+                                   }});
         for (double* us : {&timing.median_us, &timing.p10_us, &timing.p90_us}) *us /= layers;
         if (bootstrap.rank != 0) continue;
         Work work = work_of(Tail::column_parallel, problem.shape, problem.world, tokens, SharedState::absent, 2);
@@ -261,16 +283,7 @@ int execute(const Arguments& arguments, Ranks& ranks) {
     const std::vector<std::int64_t> layers = layers_to_run(arguments, problem);
     Output output(arguments, ranks.speaks());
 
-    std::vector<CallInputs> inputs;
-    for (int set = 0; set < (problem.inputs ? 1 : input_sets); ++set) {
-        inputs.push_back(make_inputs(arguments, problem, ranks, false, static_cast<std::uint64_t>(set)));
-        result.memory.activations += inputs.back().bytes();
-    }
-    const std::size_t outputs =
-        static_cast<std::size_t>(problem.most_tokens() * problem.shape.hidden) * bytes_of(problem.shape.activations);
-    result.memory.activations += outputs * static_cast<std::size_t>(arguments.processes ? 1 : problem.world);
-
-    ranks.run([&](const Bootstrap& bootstrap) { time_tails(arguments, problem, bootstrap, layers, inputs, result); });
+    ranks.run([&](const Bootstrap& bootstrap) { time_tails(arguments, problem, bootstrap, layers, result); });
     result.memory.peak = peak_resident_bytes();
     if (ranks.speaks() && result.rows.empty())
         throw_none_can_run(arguments.tail, result.refused.empty() ? nullptr : &result.refused.front());
@@ -282,7 +295,6 @@ int execute(const Arguments& arguments, Ranks& ranks) {
     }
     if (!ranks.speaks()) return done;
 
-    if (arguments.processes) result.memory.weights /= static_cast<std::size_t>(problem.world);
     report(output, arguments, problem, result);
     output.json(to_json(problem, result));
     return done;

@@ -54,8 +54,20 @@ std::vector<float> values_of(const ConstMatrix& matrix) {
     return values;
 }
 
-std::vector<std::byte> bytes_of_rows(const ConstMatrix& matrix) {
-    return {matrix.data, matrix.data + matrix.rows * matrix.row_bytes()};
+Tensor host_copy(Device& device, const DeviceTensor& tensor) {
+    Tensor copy(tensor.view().rows, tensor.view().columns, tensor.view().dtype);
+    device.synchronize();
+    device.download(copy.view().data, tensor.view().data, tensor.bytes());
+    return copy;
+}
+
+void fill_bytes(Device& device, const DeviceTensor& tensor, int value) {
+    const std::vector<std::byte> bytes(tensor.bytes(), static_cast<std::byte>(value));
+    device.upload(tensor.view().data, bytes.data(), bytes.size());
+}
+
+bool same_bytes(const Tensor& left, const Tensor& right) {
+    return left.bytes() == right.bytes() && std::memcmp(left.view().data, right.view().data, left.bytes()) == 0;
 }
 
 bool on_all_ranks(const Bootstrap& bootstrap, bool here) {
@@ -98,58 +110,61 @@ std::pair<std::vector<double>, std::vector<float>> normed_sums(const Shape& shap
     return {exact, chain};
 }
 
-Row check_norm(const Arguments& arguments, const Problem& problem, const Bootstrap& bootstrap, const Context& context,
-               const LayerWeights& layer, const CallInputs& inputs, std::int64_t tokens) {
-    Tensor y(tokens, problem.shape.latent, problem.shape.activations);
+Row check_norm(const Arguments& arguments, const Problem& problem, const Bootstrap& bootstrap, Device& device,
+               const Context& context, const LayerWeights& layer, const CallInputs& inputs, std::int64_t tokens) {
+    const RankInputs rank_inputs(device, inputs, bootstrap.rank);
+    const DeviceTensor gamma(device, layer.gamma.view());
+    const DeviceTensor y(device, tokens, problem.shape.latent, problem.shape.activations);
     const auto call = [&] {
-        const TailInput input = inputs.of_rank(bootstrap.rank, tokens);
-        require(context.all_reduce_rms_norm(input.routed, layer.gamma_data(), y.view().data, tokens));
+        require(context.all_reduce_rms_norm(rank_inputs.routed.view().data, gamma.view().data, y.view().data, tokens,
+                                            device.stream()));
     };
-    y.fill_bytes(0xFE);
+    fill_bytes(device, y, 0xFE);
     call();
-    const std::vector<std::byte> first = bytes_of_rows(y.view());
-    y.fill_bytes(0xFF);
+    const Tensor first = host_copy(device, y);
+    fill_bytes(device, y, 0xFF);
     call();
+    const Tensor out = host_copy(device, y);
     Row row{.tokens = tokens};
-    row.repeat_identical = on_all_ranks(bootstrap, first == bytes_of_rows(y.view()));
-    row.ranks_identical = same_on_all_ranks(bootstrap, y.view());
+    row.repeat_identical = on_all_ranks(bootstrap, same_bytes(first, out));
+    row.ranks_identical = same_on_all_ranks(bootstrap, out.view());
     if (bootstrap.rank == 0) {
         const auto [exact, chain] = normed_sums(problem.shape, inputs, tokens, layer);
-        row.rel_l2 = relative_l2(std::as_const(y).view(), exact);
+        row.rel_l2 = relative_l2(out.view(), exact);
         row.chain_rel_l2 = relative_l2(chain, exact);
         row.allowed = allowed_error(problem.shape, row.chain_rel_l2);
     }
-    row.timing = time_calls(bootstrap, arguments.repeats, [&](int) { call(); });
+    row.timing = time_calls(bootstrap, device, arguments.repeats, {call});
     return row;
 }
 
 /// Every rank checks its own columns; the worst one counts. Ranks hold different columns, so they are not compared.
-Row check_projection(const Arguments& arguments, const Problem& problem, const Bootstrap& bootstrap, const Context& context,
-                     const LayerWeights& layer, const CallInputs& inputs, std::int64_t tokens) {
+Row check_projection(const Arguments& arguments, const Problem& problem, const Bootstrap& bootstrap, Device& device,
+                     const Context& context, const LayerWeights& layer, const CallInputs& inputs, std::int64_t tokens) {
     // A is what the norm would hand on: the same rows on every rank. C is this rank's shared partial, whole, of which it
     // owns a slice.
     Tensor a(tokens, problem.shape.latent, problem.shape.activations);
     fill_normal(a.view(), draw_key(arguments.seed, Draw::routed, 0), 1);
     const TokenRange columns = even_part(problem.shape.hidden, problem.world, bootstrap.rank);
     const ConstMatrix before = inputs.shared[static_cast<std::size_t>(bootstrap.rank)].view().row_range(0, tokens);
-    Tensor c(tokens, problem.shape.hidden, problem.shape.activations);
+    const DeviceTensor a_there(device, std::as_const(a).view());
+    const DeviceTensor c(device, before);
     const Matrix slice = c.view().column_range(columns.first, columns.count);
-    const auto restore = [&] {
-        if (tokens > 0) std::memcpy(c.view().data, before.data, static_cast<std::size_t>(tokens * before.row_bytes()));
-    };
     const auto call = [&] {
-        require(context.accumulate_projection(a.view().data, context.layer(0), Rows(slice.data, slice.stride), tokens));
+        require(context.accumulate_projection(a_there.view().data, context.layer(0), Rows(slice.data, slice.stride), tokens,
+                                              device.stream()));
     };
-    restore();
     call();
-    const std::vector<std::byte> first = bytes_of_rows(c.view());
-    restore();
+    const Tensor first = host_copy(device, c);
+    device.upload(c.view().data, before.data, c.bytes());
     call();
+    const Tensor out = host_copy(device, c);
+    const ConstMatrix out_slice = out.view().column_range(columns.first, columns.count);
     Row row{.tokens = tokens};
-    row.repeat_identical = on_all_ranks(bootstrap, first == bytes_of_rows(c.view()));
+    row.repeat_identical = on_all_ranks(bootstrap, same_bytes(first, out));
 
     ReferenceInput reference{.shape = problem.shape,
-                             .routed = {a.view()},
+                             .routed = {std::as_const(a).view()},
                              .shared = {before.column_range(columns.first, columns.count)},
                              .prefix = {},
                              .weights = layer.rows,
@@ -158,10 +173,10 @@ Row check_projection(const Arguments& arguments, const Problem& problem, const B
     reference.shape.norm = Norm::none;
     reference.shape.hidden = columns.count;
     const std::vector<double> exact = reference_tail(reference);
-    row.rel_l2 = worst_of(bootstrap, relative_l2(slice, exact));
+    row.rel_l2 = worst_of(bootstrap, relative_l2(out_slice, exact));
     row.chain_rel_l2 = worst_of(bootstrap, relative_l2(chain_tail(reference), exact));
     row.allowed = allowed_error(problem.shape, row.chain_rel_l2);
-    row.timing = time_calls(bootstrap, arguments.repeats, [&](int) { call(); });
+    row.timing = time_calls(bootstrap, device, arguments.repeats, {call});
     return row;
 }
 
@@ -187,12 +202,14 @@ int execute(const Arguments& arguments, Ranks& ranks) {
         LayerWeights layer;
         agreed(bootstrap, "reading weights",
                [&] { layer = problem.weights.load(problem.layer, problem.rows_of_rank(bootstrap.rank)); });
+        const std::unique_ptr<Device> device = make_device(problem, bootstrap);
         const Context context = make_context(problem, bootstrap, {problem.layer});
         Progress progress(arguments, bootstrap.rank == 0);
         for (const std::int64_t tokens : problem.tokens) {
             progress.say("{}, {} tokens", arguments.operation, tokens);
-            const Row row = is_norm ? check_norm(arguments, problem, bootstrap, context, layer, inputs, tokens)
-                                    : check_projection(arguments, problem, bootstrap, context, layer, inputs, tokens);
+            const Row row = is_norm
+                                ? check_norm(arguments, problem, bootstrap, *device, context, layer, inputs, tokens)
+                                : check_projection(arguments, problem, bootstrap, *device, context, layer, inputs, tokens);
             if (bootstrap.rank == 0) rows.push_back(row);
         }
         if (bootstrap.rank == 0) backend = context.backend();

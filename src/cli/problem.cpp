@@ -180,17 +180,15 @@ void require_run_memory(const Problem& problem, bool checked, int layers) {
     const double copies = problem.options.keep_whole_weights ? problem.world : 1;
     const auto element = static_cast<double>(bytes_of(problem.shape.activations));
     const double weights = hidden * latent * 2 * (layers * copies + 1 + (checked ? 1 : 0));
-    const double activations = problem.world * tokens * (latent + 2 * hidden) * element + tokens * hidden * element;
+    const double activations = 2 * problem.world * tokens * (latent + 2 * hidden) * element + tokens * hidden * element;
     const double reference = checked ? tokens * (latent * 12 + hidden * 32) : 0;
     require_memory(weights + activations + reference,
                    fmt::format("hidden {}, latent {} on {} ranks with {} tokens", problem.shape.hidden, problem.shape.latent,
                                problem.world, problem.most_tokens()));
 }
 
-CallInputs make_inputs(const Arguments& arguments, const Problem& problem, const Ranks& ranks, bool all,
+CallInputs make_inputs(const Arguments& arguments, const Problem& problem, const std::vector<bool>& needed,
                        std::uint64_t instance) {
-    std::vector<bool> needed;
-    for (int rank = 0; rank < problem.world; ++rank) needed.push_back((all && ranks.speaks()) || ranks.is_here(rank));
     if (problem.inputs) return read_inputs(*problem.inputs, problem.options.shared, !arguments.no_prefix, needed);
     return draw_inputs({.shape = problem.shape,
                         .world = problem.world,
@@ -200,6 +198,12 @@ CallInputs make_inputs(const Arguments& arguments, const Problem& problem, const
                         .seed = arguments.seed,
                         .instance = instance},
                        needed);
+}
+
+CallInputs make_inputs(const Arguments& arguments, const Problem& problem, const Ranks& ranks, bool checked) {
+    std::vector<bool> needed;
+    for (int rank = 0; rank < problem.world; ++rank) needed.push_back((checked && ranks.speaks()) || ranks.is_here(rank));
+    return make_inputs(arguments, problem, needed);
 }
 
 }  // namespace latent_moe::cli

@@ -36,9 +36,10 @@ void require_run_memory(const Problem& problem, bool checked, int layers);
 /// Whether a tail needs the whole W_up on every rank, if there are several.
 bool needs_whole_weights(Tail tail) noexcept;
 
-/// One call's inputs for the largest number of tokens: those of the ranks in this process, or all where they are checked
-/// here.
-CallInputs make_inputs(const Arguments& arguments, const Problem& problem, const Ranks& ranks, bool all,
+/// One call's inputs for the largest number of tokens. `needed[rank]`: whether that rank's partials are wanted here.
+CallInputs make_inputs(const Arguments& arguments, const Problem& problem, const std::vector<bool>& needed,
                        std::uint64_t instance = 0);
+/// The same for the ranks of this process, or for all of them where outputs are checked in it.
+CallInputs make_inputs(const Arguments& arguments, const Problem& problem, const Ranks& ranks, bool checked);
 
 }  // namespace latent_moe::cli

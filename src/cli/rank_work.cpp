@@ -3,9 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
+#include <utility>
 
+#include "context/backends.h"
 #include "core/digest.h"
 
 namespace latent_moe::cli {
@@ -39,33 +40,79 @@ void throw_none_can_run(const TailChoice& choice, const Refusal* first_refusal) 
     throw Error(StatusCode::unsupported, fmt::format("no tail can run for any of the --tokens; {}{}", which, reason));
 }
 
-std::optional<TokenRange> own_rows(const Context& context, std::int64_t tokens) {
-    if (!context.options().sequence_parallel) return std::nullopt;
-    return context.own_tokens(tokens, context.rank());
+DeviceTensor::DeviceTensor(Device& device, std::int64_t rows, std::int64_t columns, Dtype dtype)
+    : memory_(nullptr, DeviceRelease{&device}), rows_(rows), columns_(columns), dtype_(dtype) {
+    // Never empty: a tensor of no rows is still a tensor, with an address.
+    memory_.reset(static_cast<std::byte*>(device.allocate(std::max<std::size_t>(bytes(), 64))));
 }
 
-OutputRows::OutputRows(const Context& context, std::int64_t most_tokens)
-    : context_(&context), rows_(most_tokens, context.shape().hidden, context.shape().activations) {}
-
-ConstMatrix OutputRows::written(std::int64_t tokens) const noexcept {
-    const std::optional<TokenRange> own = own_rows(*context_, tokens);
-    return rows_.view().row_range(0, own ? own->count : tokens);
+DeviceTensor::DeviceTensor(Device& device, const ConstMatrix& host) {
+    if (!host.present()) return;
+    *this = DeviceTensor(device, host.rows, host.columns, host.dtype);
+    device.upload(view().data, host.data, bytes());
 }
 
-ConstMatrix OutputRows::whole(const Bootstrap& bootstrap, std::int64_t tokens) {
-    if (!own_rows(*context_, tokens)) return written(tokens);
-    const std::int64_t most = tokens / bootstrap.world + 1;  // own rows differ by at most one
-    const auto chunk = static_cast<std::size_t>(most * rows_.view().row_bytes());
-    Tensor padded(most, context_->shape().hidden, context_->shape().activations);
+std::unique_ptr<Device> make_device(const Problem& problem, const Bootstrap& bootstrap) {
+    std::unique_ptr<Device> device;
+    agreed(bootstrap, "opening the device", [&] {
+        const BackendEntry& backend = find_backend(problem.options.backend);
+        if (backend.make_device == nullptr) {
+            throw Error(StatusCode::unavailable,
+                        fmt::format("backend {} gives the command line no device memory", backend.name));
+        }
+        device = backend.make_device(bootstrap, problem.options);
+    });
+    return device;
+}
+
+RankInputs::RankInputs(Device& device, const CallInputs& inputs, int rank) {
+    const auto at = static_cast<std::size_t>(rank);
+    routed = DeviceTensor(device, inputs.routed[at].view());
+    if (!inputs.shared.empty()) shared = DeviceTensor(device, inputs.shared[at].view());
+    prefix = DeviceTensor(device, inputs.prefix.view());
+}
+
+TailInput RankInputs::of(const Context& context, std::int64_t tokens) const noexcept {
+    TailInput input{.routed = routed.view().data, .shared = shared.view().data, .tokens = tokens};
+    if (!prefix.view().present()) return input;
+    const bool own_only = context.options().sequence_parallel;
+    input.prefix = prefix.view().row(own_only ? context.own_tokens(tokens, context.rank()).first : 0);
+    return input;
+}
+
+RankOutput::RankOutput(Device& device, const Context& context, std::int64_t most_tokens)
+    : device_(&device),
+      context_(&context),
+      rows_(device, most_tokens, context.shape().hidden, context.shape().activations) {}
+
+void RankOutput::fill_bytes(int value) {
+    host_ = Tensor(rows_.view().rows, rows_.view().columns, rows_.view().dtype);
+    host_.fill_bytes(value);
+    device_->upload(rows_.view().data, host_.view().data, rows_.bytes());
+}
+
+ConstMatrix RankOutput::written(std::int64_t tokens) {
+    const bool own_only = context_->options().sequence_parallel;
+    const std::int64_t count = own_only ? context_->own_tokens(tokens, context_->rank()).count : tokens;
+    host_ = Tensor(count, rows_.view().columns, rows_.view().dtype);
+    device_->synchronize();
+    device_->download(host_.view().data, rows_.view().data, host_.bytes());
+    return std::as_const(host_).view();
+}
+
+ConstMatrix RankOutput::whole(const Bootstrap& bootstrap, std::int64_t tokens) {
     const ConstMatrix own = written(tokens);
+    if (!context_->options().sequence_parallel) return own;
+    const std::int64_t most = tokens / bootstrap.world + 1;  // own rows differ by at most one
+    Tensor padded(most, own.columns, own.dtype);
     padded.fill_bytes(0);
     std::memcpy(padded.view().data, own.data, static_cast<std::size_t>(own.rows * own.row_bytes()));
-    std::vector<std::byte> received(chunk * static_cast<std::size_t>(bootstrap.world));
-    bootstrap.all_gather_bytes(padded.view().data, received.data(), chunk);
-    whole_ = Tensor(tokens, context_->shape().hidden, context_->shape().activations);
+    std::vector<std::byte> received(padded.bytes() * static_cast<std::size_t>(bootstrap.world));
+    bootstrap.all_gather_bytes(padded.view().data, received.data(), padded.bytes());
+    whole_ = Tensor(tokens, own.columns, own.dtype);
     for (int rank = 0; rank < bootstrap.world; ++rank) {
         const TokenRange range = context_->own_tokens(tokens, rank);
-        std::memcpy(whole_.view().row(range.first), received.data() + static_cast<std::size_t>(rank) * chunk,
+        std::memcpy(whole_.view().row(range.first), received.data() + static_cast<std::size_t>(rank) * padded.bytes(),
                     static_cast<std::size_t>(range.count * own.row_bytes()));
     }
     return std::as_const(whole_).view();
@@ -76,19 +123,21 @@ bool same_on_all_ranks(const Bootstrap& bootstrap, const ConstMatrix& matrix) {
     return std::all_of(digests.begin(), digests.end(), [&](std::uint64_t digest) { return digest == digests.front(); });
 }
 
-Timing time_calls(const Bootstrap& bootstrap, std::optional<int> repeats, FunctionRef<void(int repetition)> call) {
-    using Clock = std::chrono::steady_clock;
+Timing time_calls(const Bootstrap& bootstrap, Device& device, std::optional<int> repeats,
+                  const std::vector<std::function<void()>>& calls) {
+    std::vector<std::unique_ptr<Recording>> recordings;
+    for (const std::function<void()>& call : calls) {
+        call();
+        device.synchronize();
+        recordings.push_back(device.record(call));
+    }
     const auto timed = [&](int repetition) {
         gathered(bootstrap, 0);  // all start together
-        const auto begin = Clock::now();
-        call(repetition);
-        return std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
+        return device.time_us([&] { recordings[static_cast<std::size_t>(repetition) % recordings.size()]->replay(); });
     };
     constexpr double enough_us = 1e6;
-    timed(0);
-    const double first = timed(1);  // rank 0's figure decides for all
-    const int count = repeats.value_or(
-        std::clamp(static_cast<int>(enough_us / std::max(gathered(bootstrap, first).front(), 1.0)), 3, 200));
+    const double first = gathered(bootstrap, timed(0)).front();  // rank 0's figure decides for all
+    const int count = repeats.value_or(static_cast<int>(std::clamp(enough_us / std::max(first, 1.0), 5.0, 200.0)));
     std::vector<double> slowest;
     for (int repetition = 0; repetition < count; ++repetition) {
         const std::vector<double> all = gathered(bootstrap, timed(repetition));

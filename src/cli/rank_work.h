@@ -1,14 +1,17 @@
 // What the ranks of `run`, `verify`, `bench` and `op` do alike.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "cli/problem.h"
-#include "core/function_ref.h"
 #include "latent_moe/context.h"
+#include "tails/device.h"
 
 namespace latent_moe::cli {
 
@@ -21,27 +24,65 @@ std::optional<std::string> refusal_of(const Plan& plan, Tail tail);
 /// Throws `unsupported`: of the tails that were asked for none can run for any of the numbers of tokens.
 [[noreturn]] void throw_none_can_run(const TailChoice& choice, const Refusal* first_refusal);
 
-/// One rank's memory for an output of at most `most_tokens` tokens.
-class OutputRows {
-public:
-    OutputRows(const Context& context, std::int64_t most_tokens);
+struct DeviceRelease {
+    Device* device = nullptr;
+    void operator()(std::byte* memory) const noexcept { device->release(memory); }
+};
 
-    /// Every byte of the rows that a call of `tokens` writes.
-    void fill_bytes(int value) noexcept { rows_.fill_bytes(value); }
-    Rows rows() noexcept { return rows_.view().data; }
-    /// What this rank holds after a call of `tokens`: all rows, or its own where the caller is sequence-parallel.
-    ConstMatrix written(std::int64_t tokens) const noexcept;
+/// Rows in the memory of a rank's device.
+class DeviceTensor {
+public:
+    DeviceTensor() = default;
+    DeviceTensor(Device& device, std::int64_t rows, std::int64_t columns, Dtype dtype);
+    /// A copy of host rows, which are contiguous; empty if they are absent.
+    DeviceTensor(Device& device, const ConstMatrix& host);
+
+    Matrix view() const noexcept { return {memory_.get(), rows_, columns_, columns_, dtype_}; }
+    std::size_t bytes() const noexcept { return static_cast<std::size_t>(rows_ * columns_) * bytes_of(dtype_); }
+
+private:
+    std::unique_ptr<std::byte, DeviceRelease> memory_;
+    std::int64_t rows_ = 0;
+    std::int64_t columns_ = 0;
+    Dtype dtype_ = Dtype::bf16;
+};
+
+/// Collective: the device of this rank, as the context will choose it.
+std::unique_ptr<Device> make_device(const Problem& problem, const Bootstrap& bootstrap);
+
+/// One rank's inputs on its device.
+struct RankInputs {
+    DeviceTensor routed;
+    DeviceTensor shared;
+    DeviceTensor prefix;
+
+    RankInputs(Device& device, const CallInputs& inputs, int rank);
+    /// What a call of the first `tokens` tokens gets; of the prefix only the rows that the rank wants.
+    TailInput of(const Context& context, std::int64_t tokens) const noexcept;
+    std::size_t bytes() const noexcept { return routed.bytes() + shared.bytes() + prefix.bytes(); }
+};
+
+/// One rank's output on its device, and a host copy to look at.
+class RankOutput {
+public:
+    RankOutput(Device& device, const Context& context, std::int64_t most_tokens);
+
+    Rows rows() const noexcept { return rows_.view().data; }
+    std::size_t bytes() const noexcept { return rows_.bytes(); }
+    void fill_bytes(int value);
+    /// What this rank holds after a call of `tokens`: all rows, or its own where the caller is sequence-parallel. Waits for
+    /// it.
+    ConstMatrix written(std::int64_t tokens);
     /// Collective: the whole output.
     ConstMatrix whole(const Bootstrap& bootstrap, std::int64_t tokens);
 
 private:
+    Device* device_;
     const Context* context_;
-    Tensor rows_;
+    DeviceTensor rows_;
+    Tensor host_;
     Tensor whole_;
 };
-
-/// This rank's own rows of the output for a sequence-parallel context; nothing for others.
-std::optional<TokenRange> own_rows(const Context& context, std::int64_t tokens);
 
 /// Collective: whether all ranks hold the same bits.
 bool same_on_all_ranks(const Bootstrap& bootstrap, const ConstMatrix& matrix);
@@ -53,9 +94,10 @@ struct Timing {
     int repeats = 0;
 };
 
-/// Collective: runs `call` until about a second has passed, or `repeats` times, after a run that does not count. The ranks
-/// start together; the slowest counts.
-Timing time_calls(const Bootstrap& bootstrap, std::optional<int> repeats, FunctionRef<void(int repetition)> call);
+/// Collective: times the work that `calls` enqueue, in turn, until about a second has passed or `repeats` times, after runs
+/// that do not count. Ranks start together; the slowest counts. What `calls` refer to must outlive this.
+Timing time_calls(const Bootstrap& bootstrap, Device& device, std::optional<int> repeats,
+                  const std::vector<std::function<void()>>& calls);
 
 /// For people: "hidden 7168, latent 3584, norm rms (eps 1e-05), bf16"
 std::string shape_text(const Shape& shape);

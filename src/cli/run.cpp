@@ -158,12 +158,15 @@ int execute(const Arguments& arguments, Ranks& ranks) {
 
     Result result;
     ranks.run([&](const Bootstrap& bootstrap) {
+        const std::unique_ptr<Device> device = make_device(problem, bootstrap);
         const Context context = make_context(problem, bootstrap, {problem.layer});
         const Plan plan = context.plan(tokens);
         const Tail tail = settle_tail(arguments, plan);
-        const TailInput input = inputs.of_rank(bootstrap.rank, tokens, own_rows(context, tokens));
-        OutputRows out(context, tokens);
-        const auto call = [&] { require(context.layer(0).run(tail, input, out.rows())); };
+        const RankInputs rank_inputs(*device, inputs, bootstrap.rank);
+        RankOutput out(*device, context, tokens);
+        const auto call = [&] {
+            require(context.layer(0).run(tail, rank_inputs.of(context, tokens), out.rows(), device->stream()));
+        };
 
         out.fill_bytes(0xFF);  // NaN: what the call leaves unwritten shows
         call();
@@ -174,7 +177,7 @@ int execute(const Arguments& arguments, Ranks& ranks) {
             if (judge) result.verdict = judge->judge(whole, tail);
             if (file && tokens > 0) file->append_rows("out", whole.data, tokens);
         }
-        const Timing timing = time_calls(bootstrap, arguments.repeats, [&](int) { call(); });
+        const Timing timing = time_calls(bootstrap, *device, arguments.repeats, {call});
         if (bootstrap.rank == 0) result.timing = timing;
     });
     if (!ranks.speaks()) return done;

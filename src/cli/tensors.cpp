@@ -199,21 +199,6 @@ std::vector<std::int64_t> WeightSource::layers(std::int64_t first, int most) {
     return numbers;
 }
 
-TailInput CallInputs::of_rank(int rank, std::int64_t tokens, std::optional<TokenRange> own) const noexcept {
-    const auto at = static_cast<std::size_t>(rank);
-    TailInput input{.routed = routed[at].view().data, .tokens = tokens};
-    if (!shared.empty()) input.shared = shared[at].view().data;
-    if (const ConstMatrix all = prefix.view(); all.present()) input.prefix = all.row(own ? own->first : 0);
-    return input;
-}
-
-std::size_t CallInputs::bytes() const noexcept {
-    std::size_t sum = prefix.bytes();
-    for (const Tensor& tensor : routed) sum += tensor.bytes();
-    for (const Tensor& tensor : shared) sum += tensor.bytes();
-    return sum;
-}
-
 CallInputs draw_inputs(const DrawnCall& call, const std::vector<bool>& needed) {
     const Shape& shape = call.shape;
     const auto key = [&](Draw draw) { return draw_key(call.seed, draw, call.instance); };

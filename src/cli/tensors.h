@@ -93,10 +93,6 @@ struct CallInputs {
     std::vector<Tensor> routed;  ///< by rank; those of ranks that are not needed here are empty
     std::vector<Tensor> shared;  ///< the same; none where shared is absent; every rank has the same rows where it is reduced
     Tensor prefix;               ///< may be empty
-
-    /// What `rank` passes for the first `tokens` tokens; `own` are its rows of the output where that is sharded by tokens.
-    TailInput of_rank(int rank, std::int64_t tokens, std::optional<TokenRange> own = {}) const noexcept;
-    std::size_t bytes() const noexcept;
 };
 
 struct DrawnCall {

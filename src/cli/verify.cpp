@@ -64,13 +64,14 @@ std::vector<Tail> tails_to_try(const TailChoice& choice, const Plan& plan) {
 /// Runs a tail twice over poisoned memory: what a call leaves unwritten shows as NaN, what it leaves to chance as a
 /// difference.
 std::pair<bool, bool> run_twice(const Context& context, const Bootstrap& bootstrap, Tail tail, const TailInput& input,
-                                OutputRows& out) {
+                                Device& device, RankOutput& out) {
     out.fill_bytes(0xFE);
-    require(context.layer(0).run(tail, input, out.rows()));
-    const ConstMatrix written = out.written(input.tokens);
-    const std::vector<std::byte> first(written.data, written.data + written.rows * written.row_bytes());
+    require(context.layer(0).run(tail, input, out.rows(), device.stream()));
+    const ConstMatrix once = out.written(input.tokens);
+    const std::vector<std::byte> first(once.data, once.data + once.rows * once.row_bytes());
     out.fill_bytes(0xFF);
-    require(context.layer(0).run(tail, input, out.rows()));
+    require(context.layer(0).run(tail, input, out.rows(), device.stream()));
+    const ConstMatrix written = out.written(input.tokens);
     const bool repeated = first.empty() || std::memcmp(first.data(), written.data, first.size()) == 0;
     const std::vector<char> all_repeated = gathered(bootstrap, static_cast<char>(repeated));
     const bool ranks_identical = context.options().sequence_parallel || same_on_all_ranks(bootstrap, written);
@@ -154,20 +155,22 @@ int execute(const Arguments& arguments, Ranks& ranks) {
     Result result;
     ranks.run([&](const Bootstrap& bootstrap) {
         const bool tells = bootstrap.rank == 0;
+        const std::unique_ptr<Device> device = make_device(problem, bootstrap);
         const Context context = make_context(problem, bootstrap, {problem.layer});
-        OutputRows out(context, problem.most_tokens());
+        const RankInputs rank_inputs(*device, inputs, bootstrap.rank);
+        RankOutput out(*device, context, problem.most_tokens());
         Progress progress(arguments, tells);
         if (tells) result.backend = context.backend();
         for (const std::int64_t tokens : problem.tokens) {
             const Plan plan = context.plan(tokens);
-            const TailInput input = inputs.of_rank(bootstrap.rank, tokens, own_rows(context, tokens));
+            const TailInput input = rank_inputs.of(context, tokens);
             for (const Tail tail : tails_to_try(arguments.tail, plan)) {
                 if (const auto reason = refusal_of(plan, tail)) {
                     if (tells) result.refused.push_back({tokens, {tail, *reason}});
                     continue;
                 }
                 progress.say("{}, {} tokens", name(tail), tokens);
-                const auto [ranks_identical, repeat_identical] = run_twice(context, bootstrap, tail, input, out);
+                const auto [ranks_identical, repeat_identical] = run_twice(context, bootstrap, tail, input, *device, out);
                 const ConstMatrix whole = out.whole(bootstrap, tokens);
                 if (tells)
                     result.cases.push_back({tail, tokens, judge->judge(whole, tail), ranks_identical, repeat_identical});
