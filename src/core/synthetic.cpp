@@ -1,5 +1,6 @@
 #include "core/synthetic.h"
 
+#include <cmath>
 #include <vector>
 
 #include "core/numeric.h"
@@ -49,8 +50,11 @@ void fill_partial(const Matrix& matrix, std::uint64_t key, int rank, int world) 
     const std::uint64_t plus = noise_key(rank);
     const std::uint64_t minus = noise_key((rank + 1) % world);
     const float share = 1.0F / static_cast<float>(world);
+    // Independent summands of variance 1/R, given their sum, are sum/R plus deviations of variance (1 − 1/R) / R; the noise
+    // here is a difference of two draws.
+    const float deviation = std::sqrt((1 - share) * share / 2);
     fill(matrix, [&](std::uint64_t index) {
-        const float noise = world == 1 ? 0.0F : 0.5F * (standard_draw(plus, index) - standard_draw(minus, index));
+        const float noise = deviation * (standard_draw(plus, index) - standard_draw(minus, index));
         return share * standard_draw(key, index) + noise;
     });
 }

@@ -18,8 +18,8 @@ std::uint64_t draw_key(std::uint64_t seed, Draw draw, std::uint64_t instance) no
 /// + j.
 void fill_normal(const Matrix& matrix, std::uint64_t key, float deviation, float mean = 0, std::int64_t first_row = 0);
 
-/// Rank `rank`'s summand of a matrix that is N(0, 1) when summed over all ranks, up to rounding: total / world plus noise of
-/// unit size that cancels over the ranks.
+/// Rank `rank`'s summand of a matrix that is N(0, 1) when summed over all ranks, up to rounding: total / world plus noise
+/// that cancels over the ranks, sized so that a summand looks like that of independent ranks.
 void fill_partial(const Matrix& matrix, std::uint64_t key, int rank, int world);
 
 }  // namespace latent_moe
