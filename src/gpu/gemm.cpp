@@ -207,6 +207,41 @@ void Gemm::choose(const Bootstrap& bootstrap, const std::vector<std::int64_t>& w
         choice.bucket = bucket;
     }
     choices_.reserve(choices_.size() + 64);  // for what `run` may add
+    together(bootstrap, "loading of products", [&] {
+        for (const Choice& choice : choices_) load(choice, std::min(bucket_top(choice.bucket), most));
+    });
+}
+
+void Gemm::prepare(std::int64_t n, std::int64_t least, std::int64_t most, Dtype in, Dtype out) {
+    for (int bucket = bucket_of(least); bucket <= bucket_of(most); ++bucket) {
+        Choice choice{.n = n, .bucket = bucket, .in = in, .out = out};
+        const bool known = std::ranges::any_of(choices_, [&](const Choice& other) {
+            return other.n == n && other.bucket == bucket && other.in == in && other.out == out && !other.accumulate;
+        });
+        if (known) continue;
+        std::byte* const anywhere = workspace_.get();  // aligned, which is all that a suggestion asks of an address
+        const Operands operands{.x = anywhere, .x_stride = k_, .w = anywhere, .c = nullptr, .c_stride = 0, .d = anywhere, .d_stride = n,
+                                .m = bucket_top(bucket), .n = n, .in = in, .out = out, .alpha = 1.0F};
+        const auto found = suggestions(Description(operands, k_), 1);
+        if (found.empty()) continue;
+        choice.found = true;
+        choice.algorithm = found.front().algo;
+        load(choice, std::min(bucket_top(bucket), most));
+        choices_.push_back(choice);
+    }
+}
+
+void Gemm::load(const Choice& choice, std::int64_t m) const {
+    if (!choice.found) return;
+    const auto bytes = [&](std::int64_t rows, std::int64_t columns, Dtype dtype) { return static_cast<std::size_t>(rows * columns) * bytes_of(dtype); };
+    const DeviceMemory x(bytes(m, k_, choice.in), "loading of products");
+    const DeviceMemory w(bytes(choice.n, k_, choice.in), "loading of products");
+    const DeviceMemory d(bytes(m, choice.n, choice.out), "loading of products");
+    const Operands operands{.x = x.get(), .x_stride = k_, .w = w.get(), .c = choice.accumulate ? d.get() : nullptr, .c_stride = choice.n,
+                            .d = d.get(), .d_stride = choice.n, .m = m, .n = choice.n, .in = choice.in, .out = choice.out, .alpha = 1.0F};
+    const Stream stream = make_stream();
+    static_cast<void>(launch(operands, Description(operands, k_), choice.algorithm, stream.get()));  // `run` knows what to do if it cannot
+    check(cudaStreamSynchronize(stream.get()), "loading of products");
 }
 
 Gemm::Choice* Gemm::find(const Operands& o) noexcept {

@@ -41,6 +41,9 @@ public:
     /// `most` rows run fastest with, adding to C and not.
     void choose(const Bootstrap& bootstrap, const std::vector<std::int64_t>& widths, std::int64_t least, std::int64_t most, Dtype dtype);
 
+    /// The same for products that are not worth measuring: the library's first suggestion, which depends on the shape alone.
+    void prepare(std::int64_t n, std::int64_t least, std::int64_t most, Dtype in, Dtype out);
+
     void acquire_workspace();
     void release_workspace() noexcept { workspace_ = {}; }
     std::size_t workspace_bytes() const noexcept { return workspace_.bytes(); }
@@ -64,6 +67,8 @@ private:
     Choice* find(const Operands& operands) noexcept;
     std::vector<cublasLtMatmulHeuristicResult_t> suggestions(const Description& description, int most) const;
     void measure(Choice& choice, std::int64_t m) const;
+    /// Launches it once: the first launch of a kernel loads it, which must not happen while another kernel waits for a peer.
+    void load(const Choice& choice, std::int64_t m) const;
     cublasStatus_t launch(const Operands& operands, const Description& description, const cublasLtMatmulAlgo_t& algorithm,
                           cudaStream_t stream) const;
 

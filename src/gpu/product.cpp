@@ -16,7 +16,7 @@ constexpr std::int64_t most_float32_rows = 1024;
 }  // namespace
 
 Product::Product(const Shape& shape, const Bootstrap& bootstrap, std::int64_t block_tokens, const std::vector<std::int64_t>& widths)
-    : shape_(shape), float32_rows_(std::min(block_tokens, most_float32_rows)), gemm_(shape.latent) {
+    : shape_(shape), widths_(widths), float32_rows_(std::min(block_tokens, most_float32_rows)), gemm_(shape.latent) {
     const std::int64_t least = shape.activations == Dtype::f32 ? 1 : skinny_tokens + 1;
     gemm_.choose(bootstrap, widths, least, block_tokens, shape.activations);
 }
@@ -24,8 +24,14 @@ Product::Product(const Shape& shape, const Bootstrap& bootstrap, std::int64_t bl
 void Product::prepare(const GpuPackedLayer& layer) {
     if (!layer.needs_float32_sums()) return;
     needs_sums_ = true;
-    needs_widening_ |= layer.weights(WeightPart::shard).dtype != shape_.activations;
+    const Dtype dtype = layer.weights(WeightPart::shard).dtype;
+    needs_widening_ |= dtype != shape_.activations;
     acquire_workspace();
+    // With row scales alone the skinny kernel takes the small ones.
+    const std::int64_t least = dtype == Dtype::f32 ? 1 : skinny_tokens + 1;
+    for (const std::int64_t n : widths_) {
+        if (least <= float32_rows_) gemm_.prepare(n, least, float32_rows_, dtype, Dtype::f32);
+    }
 }
 
 void Product::acquire_workspace() {

@@ -38,6 +38,7 @@ private:
     void run_in_float32(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out, cudaStream_t stream);
 
     Shape shape_;
+    std::vector<std::int64_t> widths_;
     std::int64_t float32_rows_;  // of the two buffers below
     Gemm gemm_;
     bool needs_sums_ = false;

@@ -445,7 +445,8 @@ void time_rank(const Bootstrap& boot, const Case& c, int layer_count) {
 }
 
 /// What goes wrong must be an error on every rank, in bounded time. Each story has a context of its own.
-void check_faults(const Bootstrap& boot) {
+void check_faults(const Bootstrap& boot, int only_story) {
+    int stories = 0;
     const gpu::CurrentDevice device(boot.rank % devices());
     const Case c{.name = "faults", .shape = {.hidden = 512, .latent = 256}};
     const Weights weights(c, 1);
@@ -457,6 +458,7 @@ void check_faults(const Bootstrap& boot) {
     routed.upload(stream);
     shared.upload(stream);
     const auto story = [&](const char* what, const char* expected, double most_seconds, const std::function<void(Context&, const Layer&)>& act) {
+        if (stories++ != only_story) return;
         Context context = Context::create(c.shape, boot, {.backend = "cuda", .max_tokens = 64, .timeout_ms = 1000, .keep_whole_weights = true, .cpu_threads = 1});
         const Layer layer = weights.add_to(context, c, 3);
         const Layer other = weights.add_to(context, c, 4);
@@ -478,7 +480,6 @@ void check_faults(const Bootstrap& boot) {
         const Status later = layer.run({.routed = {routed.data()}, .shared = {shared.data()}, .tokens = 1}, {out.data()}, stream);
         if (later.ok()) failed(fmt::format("faults: {}: rank {} may go on", what, boot.rank));
         check(cudaStreamSynchronize(stream), what);
-        meet(boot);
     };
     const auto call = [&](Tail tail, const Layer& layer, std::int64_t tokens) {
         require(layer.run(tail, {.routed = {routed.data()}, .shared = {shared.data()}, .tokens = tokens}, {out.data()}, stream), "a call");
@@ -538,7 +539,7 @@ std::vector<Case> all_cases(const std::vector<int>& worlds) {
         cases.push_back(c);
         cases.push_back({.name = fmt::format("tp{} 512x256 no norm", world), .shape = plain, .world = world, .tokens = few});
         cases.push_back({.name = fmt::format("tp{} strided", world), .shape = small, .world = world, .tokens = few, .strided = true});
-        cases.push_back({.name = fmt::format("tp{} larger than slots", world), .shape = {.hidden = 15360, .latent = 64}, .world = world, .tokens = {600, 1101}});
+        cases.push_back({.name = fmt::format("tp{} larger than slots", world), .shape = {.hidden = 15360, .latent = 64}, .world = world, .tokens = {600}});
         cases.push_back({.name = fmt::format("tp{} sequence-parallel", world), .shape = small, .world = world, .tokens = few, .sequence_parallel = true});
         if (world > 3) continue;
         cases.push_back({.name = fmt::format("tp{} f16", world), .shape = half, .world = world, .tokens = few, .weights = Dtype::f16});
@@ -563,7 +564,7 @@ std::vector<Case> all_cases(const std::vector<int>& worlds) {
 
 using Runner = std::function<void(int world, const std::function<void(const Bootstrap&)>&)>;
 
-int run_all(int argc, char** argv, const std::vector<int>& default_worlds, bool prints, const Runner& runner) {
+int run_all(int argc, char** argv, const std::vector<int>& default_worlds, bool prints, bool has_fresh_ranks, const Runner& runner) {
     std::vector<int> worlds = default_worlds;
     std::string only;
     bool checks = false;
@@ -599,11 +600,14 @@ int run_all(int argc, char** argv, const std::vector<int>& default_worlds, bool 
         }
         table.push_back(fmt::format("{:<24} {:.1f} s", c.name, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count()));
     }
-    if (checks && only.empty() && std::ranges::find(worlds, 2) != worlds.end()) {
-        try {
-            runner(2, check_faults);
-        } catch (const std::exception& error) {
-            failed(fmt::format("faults: {}", error.what()));
+    if (checks && (only.empty() || only == "faults") && std::ranges::find(worlds, 2) != worlds.end()) {
+        // An abort ends the ranks' bootstrap too, so every story has ranks of its own.
+        for (int story = 0; story < 6 && has_fresh_ranks; ++story) {
+            try {
+                runner(2, [&](const Bootstrap& boot) { check_faults(boot, story); });
+            } catch (const std::exception& error) {
+                failed(fmt::format("faults, story {}: {}", story, error.what()));
+            }
         }
     }
     for (const int world : times ? worlds : std::vector<int>{}) {
@@ -639,11 +643,11 @@ int main(int argc, char** argv) {
     int status = 1;
     {
         const Bootstrap boot = mpi_ranks(MPI_COMM_WORLD, 20'000);
-        status = run_all(argc, argv, {boot.world}, boot.rank == 0, [&](int, const auto& body) { body(boot); });
+        status = run_all(argc, argv, {boot.world}, boot.rank == 0, false, [&](int, const auto& body) { body(boot); });
     }
     MPI_Finalize();
     return status;
 #else
-    return run_all(argc, argv, {2, 3, 4, 8}, true, [](int world, const auto& body) { run_thread_ranks(world, body, 20'000); });
+    return run_all(argc, argv, {2, 3, 4, 8}, true, true, [](int world, const auto& body) { run_thread_ranks(world, body, 20'000); });
 #endif
 }

@@ -21,10 +21,11 @@
 namespace latent_moe::gpu {
 namespace {
 
-constexpr int group = 256;  ///< pushers; and receivers
-constexpr int threads = 2 * group + 32;
-constexpr int unrolled = 4;
-constexpr std::uint32_t chunk_units = group * 2 * unrolled;  ///< 32 KB
+// Enough loads in flight that neither the latency of memory nor that of a fence is seen: 32 KB of each group.
+constexpr int pushers = 256, pushed_at_once = 8;
+constexpr int receivers = 512, received_at_once = 4;
+constexpr int threads = pushers + receivers + 32;
+constexpr std::uint32_t chunk_units = 2 * pushers * pushed_at_once;  ///< 64 KB
 
 enum Barrier : int { all_pushed = 1, chunk_came = 2 };
 
@@ -41,6 +42,7 @@ struct Params {
     std::uint32_t first[max_ranks];  ///< row of the whole at which the rows that a rank owns begin
     std::uint32_t units[max_ranks];  ///< of those rows
     std::uint32_t row_units;
+    bool flat;             ///< rows of x, y and prefix follow one another: no division is needed to find a unit
     std::uint32_t stride;  ///< units of a box
     std::uint32_t tokens;
 };
@@ -99,18 +101,19 @@ struct BulkCta {
     }
 
     LATENT_MOE_DEVICE uint4* at(const UnitRows& rows, std::uint32_t first_row, std::uint32_t unit) const {
+        if (p.flat) return rows.at(first_row, unit);
         return rows.at(first_row + unit / p.row_units, unit % p.row_units);
     }
 
-    /// Calls `body(units, count)` for this thread's units of chunk k of a part, `unrolled` of them at a time.
-    template <class Body>
+    /// Calls `body(units, count)` for the units of chunk k of a part that are this thread's of `group`, `at_once` at a time.
+    template <int group, int at_once, class Body>
     LATENT_MOE_DEVICE static void for_units(const Part& part, std::uint32_t k, int thread, Body body) {
         const std::uint32_t begin = part.begin + k * chunk_units, end = min(part.end, begin + chunk_units);
-        for (std::uint32_t i = begin + thread; i < end; i += group * unrolled) {
-            std::uint32_t units[unrolled];
+        for (std::uint32_t i = begin + thread; i < end; i += group * at_once) {
+            std::uint32_t units[at_once];
             int count = 0;
 #pragma unroll
-            for (int u = 0; u < unrolled; ++u) {
+            for (int u = 0; u < at_once; ++u) {
                 units[u] = i + u * group;
                 if (units[u] < end) count = u + 1;
             }
@@ -125,26 +128,26 @@ struct BulkCta {
                 peer = peer + 1 == world ? 0 : peer + 1;
                 uint4* to = box(rank, peer);
                 const std::uint32_t first_row = kind == Kind::reduce_scatter ? p.first[peer] : 0;
-                for_units(message(rank, peer), k, thread, [&](const std::uint32_t (&units)[unrolled], int count) {
-                    uint4 v[unrolled];
+                for_units<pushers, pushed_at_once>(message(rank, peer), k, thread, [&](const std::uint32_t (&units)[pushed_at_once], int count) {
+                    uint4 v[pushed_at_once];
 #pragma unroll
-                    for (int u = 0; u < unrolled; ++u) {
+                    for (int u = 0; u < pushed_at_once; ++u) {
                         if (u < count) v[u] = load16(at(p.x, first_row, units[u]));
                     }
 #pragma unroll
-                    for (int u = 0; u < unrolled; ++u) {
+                    for (int u = 0; u < pushed_at_once; ++u) {
                         if (u < count) store16(to + units[u], v[u]);
                     }
                 });
             }
-            sync_threads_of(all_pushed, group + 32);
+            sync_threads_of(all_pushed, pushers + 32);
         }
     }
 
     LATENT_MOE_DEVICE void announce(int lane) const {
         const std::uint32_t chunks = chunks_to_push();
         for (std::uint32_t k = 0; k < chunks; ++k) {
-            sync_threads_of(all_pushed, group + 32);
+            sync_threads_of(all_pushed, pushers + 32);
             if (lane == rank) shared.pushed = k + 1;
             if (lane >= world || lane == rank) continue;
             fence<Scope::system>();
@@ -170,8 +173,32 @@ struct BulkCta {
             }
             fence<Scope::system>();
         }
-        sync_threads_of(chunk_came, group);
+        sync_threads_of(chunk_came, receivers);
         return !shared.gave_up[k % 2];
+    }
+
+    /// round(Σ_ranks), in rank order.
+    LATENT_MOE_DEVICE void sum_over_boxes(std::uint32_t first_row, const std::uint32_t (&units)[received_at_once], int count,
+                                          uint4 (&result)[received_at_once]) const {
+        float sum[received_at_once][U::size] = {};
+        for (int r = 0; r < world; ++r) {
+            const uint4* const from = r == rank ? nullptr : box(r, rank);
+            uint4 v[received_at_once];
+#pragma unroll
+            for (int u = 0; u < received_at_once; ++u) {
+                if (u < count) v[u] = from ? load_past_l1(from + units[u]) : load16(at(p.x, first_row, units[u]));
+            }
+#pragma unroll
+            for (int u = 0; u < received_at_once; ++u) {
+                if (u >= count) continue;
+                float term[U::size];
+                U::unpack(v[u], term);
+#pragma unroll
+                for (int e = 0; e < U::size; ++e) sum[u][e] += term[e];
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < received_at_once; ++u) result[u] = U::pack(sum[u]);
     }
 
     /// Sums this rank's rows (all rows, for an all-reduce); adds to the digest where all ranks hold the result.
@@ -182,29 +209,26 @@ struct BulkCta {
         std::uint32_t digest = 0;
         for (std::uint32_t k = 0; k < part.chunks(); ++k) {
             if (!wait_for(k, thread, wait)) return;
-            for_units(part, k, thread, [&](const std::uint32_t (&units)[unrolled], int count) {
-                float sum[unrolled][U::size] = {};
-#pragma unroll 2
-                for (int r = 0; r < world; ++r) {
-                    const uint4* const from = r == rank ? nullptr : box(r, rank);
-                    uint4 v[unrolled];
+            for_units<receivers, received_at_once>(part, k, thread, [&](const std::uint32_t (&units)[received_at_once], int count) {
+                uint4 sum[received_at_once];
+                if (world == 2) {
+                    const uint4* from = box(1 - rank, rank);
+                    uint4 theirs[received_at_once];
 #pragma unroll
-                    for (int u = 0; u < unrolled; ++u) {
-                        if (u < count) v[u] = from ? load_past_l1(from + units[u]) : load16(at(p.x, first_row, units[u]));
+                    for (int u = 0; u < received_at_once; ++u) {
+                        if (u < count) sum[u] = load16(at(p.x, first_row, units[u])), theirs[u] = load_past_l1(from + units[u]);
                     }
 #pragma unroll
-                    for (int u = 0; u < unrolled; ++u) {
-                        if (u >= count) continue;
-                        float term[U::size];
-                        U::unpack(v[u], term);
-#pragma unroll
-                        for (int e = 0; e < U::size; ++e) sum[u][e] += term[e];
+                    for (int u = 0; u < received_at_once; ++u) {
+                        if (u < count) sum[u] = U::add(sum[u], theirs[u]);  // two summands have one order
                     }
+                } else {
+                    sum_over_boxes(first_row, units, count, sum);
                 }
 #pragma unroll
-                for (int u = 0; u < unrolled; ++u) {
+                for (int u = 0; u < received_at_once; ++u) {
                     if (u >= count) continue;
-                    uint4 value = U::pack(sum[u]);
+                    uint4 value = sum[u];
                     if (p.prefix.data) value = U::add(value, load16(at(p.prefix, 0, units[u])));
                     value = U::canonical(value);
                     store16(at(p.y, 0, units[u]), value);
@@ -218,9 +242,9 @@ struct BulkCta {
 
     LATENT_MOE_DEVICE void receive_rows(int thread) const {
         std::uint32_t digest = 0, chunks = 0;
-        const auto store = [&](int source, const std::uint32_t (&units)[unrolled], const uint4 (&v)[unrolled], int count) {
+        const auto store = [&](int source, const std::uint32_t (&units)[received_at_once], const uint4 (&v)[received_at_once], int count) {
 #pragma unroll
-            for (int u = 0; u < unrolled; ++u) {
+            for (int u = 0; u < received_at_once; ++u) {
                 if (u >= count) continue;
                 store16(at(p.y, p.first[source], units[u]), v[u]);
                 digest += digest_of(v[u], p.first[source] * p.row_units + units[u]);
@@ -232,10 +256,10 @@ struct BulkCta {
         Wait wait(x, call.epoch);
         const Part own = message(rank, rank);
         for (std::uint32_t k = 0; k < max(chunks, own.chunks()); ++k) {
-            for_units(own, k, thread, [&](const std::uint32_t (&units)[unrolled], int count) {
-                uint4 v[unrolled];
+            for_units<receivers, received_at_once>(own, k, thread, [&](const std::uint32_t (&units)[received_at_once], int count) {
+                uint4 v[received_at_once];
 #pragma unroll
-                for (int u = 0; u < unrolled; ++u) {
+                for (int u = 0; u < received_at_once; ++u) {
                     if (u < count) v[u] = load16(at(p.x, 0, units[u]));
                 }
                 store(rank, units, v, count);
@@ -244,10 +268,10 @@ struct BulkCta {
             for (int source = 0; source < world; ++source) {
                 if (source == rank) continue;
                 const uint4* from = box(source, rank);
-                for_units(message(source, rank), k, thread, [&](const std::uint32_t (&units)[unrolled], int count) {
-                    uint4 v[unrolled];
+                for_units<receivers, received_at_once>(message(source, rank), k, thread, [&](const std::uint32_t (&units)[received_at_once], int count) {
+                    uint4 v[received_at_once];
 #pragma unroll
-                    for (int u = 0; u < unrolled; ++u) {
+                    for (int u = 0; u < received_at_once; ++u) {
                         if (u < count) v[u] = load_past_l1(from + units[u]);
                     }
                     store(source, units, v, count);
@@ -273,14 +297,14 @@ __global__ void __launch_bounds__(threads) exchange_bulk(const __grid_constant__
     leave_call(x, call, thread, threads);
 
     const Cta cta{.p = p, .call = call, .shared = shared};
-    if (thread < group) {
+    if (thread < pushers) {
         cta.push(thread);
-    } else if (thread >= 2 * group) {
-        cta.announce(thread - 2 * group);
+    } else if (thread >= pushers + receivers) {
+        cta.announce(thread - pushers - receivers);
     } else if constexpr (kind == Kind::all_gather) {
-        cta.receive_rows(thread - group);
+        cta.receive_rows(thread - pushers);
     } else {
-        cta.receive_sum(thread - group);
+        cta.receive_sum(thread - pushers);
     }
 }
 
@@ -304,7 +328,7 @@ cudaError_t launch_chunk(Params p, const OwnRows& own, std::int64_t done, std::i
     if (own_rows.data) own_rows.data += skipped * own_rows.stride;
     if (p.prefix.data) p.prefix.data += skipped * p.prefix.stride;
     if (kind == Kind::all_reduce && p.x.data) p.x.data += skipped * p.x.stride;
-    const std::int64_t wanted = (widest + chunk_units / 4 - 1) / (chunk_units / 4);
+    const std::int64_t wanted = (widest + chunk_units / 8 - 1) / (chunk_units / 8);
     const int grid = static_cast<int>(std::min<std::int64_t>(wanted, max_ctas - 1)) + 1;
     const Launch how{.grid = grid, .block = threads, .stream = stream};
     return for_dtype(dtype, [&]<Dtype type>() { return launch(how, exchange_bulk<type, kind>, p); });
@@ -318,7 +342,14 @@ cudaError_t exchange(const Exchange& x, const Bulk& bulk, UnitRows from, UnitRow
         bulk.offset % 128 != 0 || bulk.slot_bytes % 128 != 0) {
         return cudaErrorInvalidValue;
     }
-    const Params p{.exchange = x, .bulk = bulk, .x = from, .y = to, .prefix = prefix, .row_units = static_cast<std::uint32_t>(row_units)};
+    const auto is_flat = [&](const UnitRows& rows) { return !rows.data || rows.stride == row_units * 16; };
+    const Params p{.exchange = x,
+                   .bulk = bulk,
+                   .x = from,
+                   .y = to,
+                   .prefix = prefix,
+                   .row_units = static_cast<std::uint32_t>(row_units),
+                   .flat = is_flat(from) && is_flat(to) && is_flat(prefix)};
     std::int64_t rows = 0;
     for (int r = 0; r < x.window.world; ++r) rows = std::max(rows, own.count[r]);
     const std::int64_t fits = bulk.slot_bytes / 16 / std::max(1, x.window.world - 1) / row_units;
