@@ -127,76 +127,110 @@ std::vector<RankInputs> rotating_inputs(const Arguments& arguments, const Proble
     return sets;
 }
 
-void time_tails(const Arguments& arguments, Problem& problem, const Bootstrap& bootstrap,
-                const std::vector<std::int64_t>& layers, Result& result) {
-    const std::unique_ptr<Device> device = make_device(problem, bootstrap);
-    const Capabilities capabilities = capabilities_here(problem, bootstrap);
-    const Context context = make_context(problem, bootstrap, layers);
-    const std::vector<RankInputs> inputs = rotating_inputs(arguments, problem, *device, bootstrap.rank);
-    const RankOutput out(*device, context, problem.most_tokens());
-    Progress progress(arguments, bootstrap.rank == 0);
-    std::vector<Row> rows;
-    std::vector<Refusal> refused;
-    for (const std::int64_t tokens : problem.tokens) {
-        for (const Tail tail : tails_to_time(arguments, context.plan(tokens), refused)) {
-            progress.say("{}, {} tokens", name(tail), tokens);
-            std::vector<std::function<void()>> passes;  // over all layers, each with the inputs in another turn
-            for (std::size_t turn = 0; turn < inputs.size(); ++turn) {
-                passes.emplace_back([&, turn, tokens, tail] {
-                    for (std::size_t layer = 0; layer < layers.size(); ++layer) {
-                        const RankInputs& set = inputs[(turn + layer) % inputs.size()];
-                        require(context.layer(layer).run(tail, set.of(context, tokens), out.rows(), device->stream()));
-                    }
-                });
-            }
-            Timing timing = time_calls(bootstrap, *device, arguments.repeats, passes);
-            for (double* us : {&timing.median_us, &timing.p10_us, &timing.p90_us}) *us /= static_cast<double>(layers.size());
-            const Work work = work_of(tail, problem.shape, problem.world, tokens, problem.options.shared,
-                                      capabilities.weight_element_bytes);
-            rows.push_back({name(tail), tokens, static_cast<int>(layers.size()), timing, work,
-                            floor_us(problem.world, work, capabilities.machine)});
-        }
-    }
-    const std::vector<std::size_t> weights = gathered(bootstrap, context.weight_bytes());
-    std::size_t own_activations = out.bytes();
-    for (const RankInputs& set : inputs) own_activations += set.bytes();
-    const std::vector<std::size_t> activations = gathered(bootstrap, own_activations);
-    if (bootstrap.rank != 0) return;
-    result.backend = context.backend();
-    result.machine = capabilities.machine;
-    result.rows = std::move(rows);
-    result.refused = std::move(refused);
-    for (int rank = 0; rank < (arguments.processes ? 1 : problem.world); ++rank) {  // those of this process
-        result.memory.weights += weights[static_cast<std::size_t>(rank)];
-        result.memory.activations += activations[static_cast<std::size_t>(rank)];
-    }
-}
+/// One rank's part of the whole run.
+class RankBench {
+public:
+    RankBench(const Arguments& arguments, Problem& problem, const Bootstrap& bootstrap,
+              const std::vector<std::int64_t>& layers)
+        : arguments_(arguments),
+          problem_(problem),
+          bootstrap_(bootstrap),
+          device_(make_device(problem, bootstrap)),
+          capabilities_(capabilities_here(problem, bootstrap)),
+          context_(make_context(problem, bootstrap, layers)),
+          inputs_(rotating_inputs(arguments, problem, *device_, bootstrap.rank)),
+          out_(*device_, context_, problem.most_tokens()) {}
 
-/// What oneDNN takes for one rank's shard alone, all ranks at once.
-void time_product(const Arguments& arguments, const Problem& problem, const Bootstrap& bootstrap, int most_layers,
-                  Result& result) {
-    const std::int64_t columns = problem.shape.hidden / problem.world;
-    const int threads = cpu_threads_of_rank(problem.options, bootstrap.local_world);
-    const double layer_bytes = static_cast<double>(columns * problem.shape.latent) * sizeof(float) * bootstrap.local_world;
-    const int fitting = static_cast<int>(std::clamp(available_memory() * 0.6 / layer_bytes, 1.0, 1024.0));
-    const int layers = gathered(bootstrap, std::min(fitting, most_layers)).front();
-    const std::unique_ptr<Device> device = make_device(problem, bootstrap);  // for its clock
-    Progress progress(arguments, bootstrap.rank == 0);
-    for (const std::int64_t tokens : problem.tokens) {
-        if (tokens == 0) continue;
-        progress.say("{}, {} tokens", product_row, tokens);
-        OnednnProduct product(tokens, problem.shape.latent, columns, layers, threads);
-        Timing timing = time_calls(bootstrap, *device, arguments.repeats, {[&] {
-                                       for (int layer = 0; layer < layers; ++layer) product.run(layer);
-                                   }});
-        for (double* us : {&timing.median_us, &timing.p10_us, &timing.p90_us}) *us /= layers;
-        if (bootstrap.rank != 0) continue;
-        Work work = work_of(Tail::column_parallel, problem.shape, problem.world, tokens, SharedState::absent, 2);
-        work.wire_bytes = 0;
-        result.rows.push_back({product_row, tokens, layers, timing, work, floor_us(1, work, result.machine)});
-        result.product_dtype = product.dtype();
+    /// Each tail once; then the memory is what the tails need.
+    void warm_up(Result& result) {
+        for (const std::int64_t tokens : problem_.tokens) {
+            for (const Tail tail : tails_to_time(arguments_, context_.plan(tokens), result.refused))
+                passes(tail, tokens).front()();
+        }
+        device_->synchronize();
+        std::size_t own = out_.bytes();
+        for (const RankInputs& set : inputs_) own += set.bytes();
+        const std::vector<std::size_t> activations = gathered(bootstrap_, own);
+        const std::vector<std::size_t> weights = gathered(bootstrap_, context_.weight_bytes());
+        for (int rank = 0; rank < (arguments_.processes ? 1 : problem_.world); ++rank) {  // those of this process
+            result.memory.weights += weights[static_cast<std::size_t>(rank)];
+            result.memory.activations += activations[static_cast<std::size_t>(rank)];
+        }
+        result.memory.peak = peak_resident_bytes();
+        gathered(bootstrap_, 0);  // before anyone goes on
+        result.backend = context_.backend();
+        result.machine = capabilities_.machine;
     }
-}
+
+    /// All tails for so many tokens side by side, and oneDNN's product where that means something.
+    void time(std::int64_t tokens, Result& result) {
+        std::vector<Refusal> told_already;
+        const std::vector<Tail> tails = tails_to_time(arguments_, context_.plan(tokens), told_already);
+        if (tails.empty()) return;
+        std::vector<Turns> contestants;
+        for (const Tail tail : tails) contestants.push_back(passes(tail, tokens));
+        const std::unique_ptr<OnednnProduct> product = make_product(tokens);
+        const int product_layers = product ? product->layers() : 0;
+        if (product) {
+            contestants.push_back({[&] {
+                for (int layer = 0; layer < product_layers; ++layer) product->run(layer);
+            }});
+        }
+        const std::vector<Timing> timings = time_side_by_side(bootstrap_, *device_, arguments_.repeats, contestants);
+        for (std::size_t at = 0; at < tails.size(); ++at) {
+            const Work work = work_of(tails[at], problem_.shape, problem_.world, tokens, problem_.options.shared,
+                                      capabilities_.weight_element_bytes);
+            result.rows.push_back(
+                row(name(tails[at]), tokens, static_cast<int>(context_.layer_count()), timings[at], work, problem_.world));
+        }
+        if (!product) return;
+        Work work = work_of(Tail::column_parallel, problem_.shape, problem_.world, tokens, SharedState::absent, 2);
+        work.wire_bytes = 0;
+        result.rows.push_back(row(product_row, tokens, product_layers, timings.back(), work, 1));
+        result.product_dtype = product->dtype();
+    }
+
+private:
+    /// Over all layers, each with the inputs in another turn.
+    Turns passes(Tail tail, std::int64_t tokens) {
+        Turns turns;
+        for (std::size_t turn = 0; turn < inputs_.size(); ++turn) {
+            turns.emplace_back([this, turn, tokens, tail] {
+                for (std::size_t layer = 0; layer < context_.layer_count(); ++layer) {
+                    const TailInput input = inputs_[(turn + layer) % inputs_.size()].of(context_, tokens);
+                    require(context_.layer(layer).run(tail, input, out_.rows(), device_->stream()));
+                }
+            });
+        }
+        return turns;
+    }
+
+    /// oneDNN's product of one rank's shard alone, over as many layers as fit.
+    std::unique_ptr<OnednnProduct> make_product(std::int64_t tokens) const {
+        if (context_.backend() != "cpu" || tokens == 0 || problem_.shape.hidden % problem_.world != 0) return nullptr;
+        const std::int64_t columns = problem_.shape.hidden / problem_.world;
+        const double layer_bytes =
+            static_cast<double>(columns * problem_.shape.latent) * sizeof(float) * bootstrap_.local_world;
+        const int fitting = static_cast<int>(std::clamp(available_memory() * 0.6 / layer_bytes, 1.0, 1024.0));
+        const int layers = gathered(bootstrap_, std::min(fitting, static_cast<int>(context_.layer_count()))).front();
+        return std::make_unique<OnednnProduct>(tokens, problem_.shape.latent, columns, layers,
+                                               cpu_threads_of_rank(problem_.options, bootstrap_.local_world));
+    }
+
+    Row row(const char* tail, std::int64_t tokens, int layers, Timing timing, const Work& work, int world) const {
+        for (double* us : {&timing.median_us, &timing.p10_us, &timing.p90_us}) *us /= layers;
+        return {tail, tokens, layers, timing, work, floor_us(world, work, capabilities_.machine)};
+    }
+
+    const Arguments& arguments_;
+    const Problem& problem_;
+    const Bootstrap& bootstrap_;
+    std::unique_ptr<Device> device_;
+    Capabilities capabilities_;
+    Context context_;
+    std::vector<RankInputs> inputs_;
+    RankOutput out_;
+};
 
 void report(Output& output, const Arguments& arguments, const Problem& problem, const Result& result) {
     output.line("{}; {} {}, backend {}", shape_text(problem.shape), problem.world,
@@ -205,8 +239,7 @@ void report(Output& output, const Arguments& arguments, const Problem& problem, 
                 result.machine.description);
     Table table({"<tail", "tokens", "layers", "median us", "p10 us", "p90 us", "repeats", "weights+act MB", "wire MB",
                  "floor us", "x floor"});
-    std::vector<Row> rows = result.rows;
-    std::stable_sort(rows.begin(), rows.end(), [](const Row& left, const Row& right) { return left.tokens < right.tokens; });
+    const std::vector<Row>& rows = result.rows;
     for (const Row& row : rows) {
         table.row({row.tail, fmt::format("{}", row.tokens), fmt::format("{}", row.layers), us_text(row.timing.median_us),
                    us_text(row.timing.p10_us), us_text(row.timing.p90_us), fmt::format("{}", row.timing.repeats),
@@ -283,16 +316,21 @@ int execute(const Arguments& arguments, Ranks& ranks) {
     const std::vector<std::int64_t> layers = layers_to_run(arguments, problem);
     Output output(arguments, ranks.speaks());
 
-    ranks.run([&](const Bootstrap& bootstrap) { time_tails(arguments, problem, bootstrap, layers, result); });
-    result.memory.peak = peak_resident_bytes();
+    ranks.run([&](const Bootstrap& bootstrap) {
+        Result mine = result;
+        Progress progress(arguments, bootstrap.rank == 0);
+        progress.say("packing {} layers", layers.size());
+        RankBench bench(arguments, problem, bootstrap, layers);
+        bench.warm_up(mine);
+        for (const std::int64_t tokens : problem.tokens) {
+            progress.say("{} tokens", tokens);
+            bench.time(tokens, mine);
+        }
+        gathered(bootstrap, 0);  // nobody reads `result` any more
+        if (bootstrap.rank == 0) result = std::move(mine);
+    });
     if (ranks.speaks() && result.rows.empty())
         throw_none_can_run(arguments.tail, result.refused.empty() ? nullptr : &result.refused.front());
-    const bool divides = problem.shape.hidden % problem.world == 0;
-    if (divides && find_backend(arguments.backend).name == "cpu") {
-        ranks.run([&](const Bootstrap& bootstrap) {
-            time_product(arguments, problem, bootstrap, static_cast<int>(layers.size()), result);
-        });
-    }
     if (!ranks.speaks()) return done;
 
     report(output, arguments, problem, result);

@@ -51,6 +51,7 @@ public:
         stream_.wait();
     }
 
+    int layers() const noexcept { return static_cast<int>(weights_.size()); }
     const char* dtype() const noexcept { return bf16_ ? "bf16" : "f32"; }
 
 private:
@@ -77,6 +78,9 @@ OnednnProduct::OnednnProduct(std::int64_t tokens, std::int64_t depth, std::int64
 OnednnProduct::~OnednnProduct() = default;
 void OnednnProduct::run(int layer) {
     state_->run(layer);
+}
+int OnednnProduct::layers() const noexcept {
+    return state_->layers();
 }
 const char* OnednnProduct::dtype() const noexcept {
     return state_->dtype();

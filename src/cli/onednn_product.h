@@ -15,6 +15,7 @@ public:
     ~OnednnProduct();
 
     void run(int layer);
+    int layers() const noexcept;
     const char* dtype() const noexcept;
 
 private:

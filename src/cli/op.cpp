@@ -134,7 +134,7 @@ Row check_norm(const Arguments& arguments, const Problem& problem, const Bootstr
         row.chain_rel_l2 = relative_l2(chain, exact);
         row.allowed = allowed_error(problem.shape, row.chain_rel_l2);
     }
-    row.timing = time_calls(bootstrap, device, arguments.repeats, {call});
+    row.timing = time_call(bootstrap, device, arguments.repeats, call);
     return row;
 }
 
@@ -176,7 +176,7 @@ Row check_projection(const Arguments& arguments, const Problem& problem, const B
     row.rel_l2 = worst_of(bootstrap, relative_l2(out_slice, exact));
     row.chain_rel_l2 = worst_of(bootstrap, relative_l2(chain_tail(reference), exact));
     row.allowed = allowed_error(problem.shape, row.chain_rel_l2);
-    row.timing = time_calls(bootstrap, device, arguments.repeats, {call});
+    row.timing = time_call(bootstrap, device, arguments.repeats, call);
     return row;
 }
 

@@ -10,6 +10,17 @@
 #include "core/digest.h"
 
 namespace latent_moe::cli {
+namespace {
+
+Timing summary_of(std::vector<double> us) {
+    std::sort(us.begin(), us.end());
+    const auto quantile = [&](double part) {
+        return us[static_cast<std::size_t>(part * static_cast<double>(us.size() - 1) + 0.5)];
+    };
+    return {quantile(0.5), quantile(0.1), quantile(0.9), static_cast<int>(us.size())};
+}
+
+}  // namespace
 
 Context make_context(Problem& problem, const Bootstrap& bootstrap, const std::vector<std::int64_t>& layers) {
     Context context = Context::create(problem.shape, bootstrap, problem.options);
@@ -123,31 +134,33 @@ bool same_on_all_ranks(const Bootstrap& bootstrap, const ConstMatrix& matrix) {
     return std::all_of(digests.begin(), digests.end(), [&](std::uint64_t digest) { return digest == digests.front(); });
 }
 
-Timing time_calls(const Bootstrap& bootstrap, Device& device, std::optional<int> repeats,
-                  const std::vector<std::function<void()>>& calls) {
-    std::vector<std::unique_ptr<Recording>> recordings;
-    for (const std::function<void()>& call : calls) {
-        call();
-        device.synchronize();
-        recordings.push_back(device.record(call));
+std::vector<Timing> time_side_by_side(const Bootstrap& bootstrap, Device& device, std::optional<int> repeats,
+                                      const std::vector<Turns>& contestants) {
+    std::vector<std::vector<std::unique_ptr<Recording>>> recordings(contestants.size());
+    for (std::size_t which = 0; which < contestants.size(); ++which) {
+        for (const std::function<void()>& call : contestants[which]) {
+            call();
+            device.synchronize();
+            recordings[which].push_back(device.record(call));
+        }
     }
-    const auto timed = [&](int repetition) {
+    const auto slowest_us = [&](std::size_t which, int repetition) {
+        Recording& recording = *recordings[which][static_cast<std::size_t>(repetition) % recordings[which].size()];
         gathered(bootstrap, 0);  // all start together
-        return device.time_us([&] { recordings[static_cast<std::size_t>(repetition) % recordings.size()]->replay(); });
+        const std::vector<double> all = gathered(bootstrap, device.time_us([&] { recording.replay(); }));
+        return *std::max_element(all.begin(), all.end());
     };
     constexpr double enough_us = 1e6;
-    const double first = gathered(bootstrap, timed(0)).front();  // rank 0's figure decides for all
-    const int count = repeats.value_or(static_cast<int>(std::clamp(enough_us / std::max(first, 1.0), 5.0, 200.0)));
-    std::vector<double> slowest;
+    double longest = 1;
+    for (std::size_t which = 0; which < contestants.size(); ++which) longest = std::max(longest, slowest_us(which, 0));
+    const int count = repeats.value_or(static_cast<int>(std::clamp(enough_us / longest, 5.0, 200.0)));
+    std::vector<std::vector<double>> us(contestants.size());
     for (int repetition = 0; repetition < count; ++repetition) {
-        const std::vector<double> all = gathered(bootstrap, timed(repetition));
-        slowest.push_back(*std::max_element(all.begin(), all.end()));
+        for (std::size_t which = 0; which < contestants.size(); ++which) us[which].push_back(slowest_us(which, repetition));
     }
-    std::sort(slowest.begin(), slowest.end());
-    const auto quantile = [&](double part) {
-        return slowest[static_cast<std::size_t>(part * static_cast<double>(slowest.size() - 1) + 0.5)];
-    };
-    return {quantile(0.5), quantile(0.1), quantile(0.9), count};
+    std::vector<Timing> timings;
+    for (std::vector<double>& each : us) timings.push_back(summary_of(std::move(each)));
+    return timings;
 }
 
 std::string shape_text(const Shape& shape) {

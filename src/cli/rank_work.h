@@ -94,10 +94,20 @@ struct Timing {
     int repeats = 0;
 };
 
-/// Collective: times the work that `calls` enqueue, in turn, until about a second has passed or `repeats` times, after runs
-/// that do not count. Ranks start together; the slowest counts. What `calls` refer to must outlive this.
-Timing time_calls(const Bootstrap& bootstrap, Device& device, std::optional<int> repeats,
-                  const std::vector<std::function<void()>>& calls);
+/// Work that is timed: calls that enqueue it and that take turns from one repetition to the next.
+using Turns = std::vector<std::function<void()>>;
+
+/// Collective: times the contestants side by side, one after another in each repetition, until each has had about a second
+/// or `repeats` repetitions, after runs that do not count. Ranks start together; the slowest counts. What the calls refer to
+/// must outlive this.
+std::vector<Timing> time_side_by_side(const Bootstrap& bootstrap, Device& device, std::optional<int> repeats,
+                                      const std::vector<Turns>& contestants);
+
+/// The same for one.
+inline Timing time_call(const Bootstrap& bootstrap, Device& device, std::optional<int> repeats,
+                        const std::function<void()>& call) {
+    return time_side_by_side(bootstrap, device, repeats, {{call}}).front();
+}
 
 /// For people: "hidden 7168, latent 3584, norm rms (eps 1e-05), bf16"
 std::string shape_text(const Shape& shape);

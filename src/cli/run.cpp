@@ -177,7 +177,7 @@ int execute(const Arguments& arguments, Ranks& ranks) {
             if (judge) result.verdict = judge->judge(whole, tail);
             if (file && tokens > 0) file->append_rows("out", whole.data, tokens);
         }
-        const Timing timing = time_calls(bootstrap, *device, arguments.repeats, {call});
+        const Timing timing = time_call(bootstrap, *device, arguments.repeats, call);
         if (bootstrap.rank == 0) result.timing = timing;
     });
     if (!ranks.speaks()) return done;
