@@ -38,10 +38,11 @@ constexpr std::int64_t mailbox_bytes = std::int64_t{2} << 20;
 constexpr std::int64_t bulk_box_bytes = std::int64_t{16} << 20;
 
 /// Summands from this size on go in bulk.
-constexpr std::int64_t bulk_pays_from_bytes = std::int64_t{512} << 10;
+constexpr std::int64_t bulk_pays_from_bytes = std::int64_t{3} << 19;
 
-/// Summands from this size on go through NCCL where ranks have GPUs of their own and a window; NCCL is never faster below it.
-constexpr std::int64_t nccl_pays_from_bytes = INT64_MAX;
+/// Two ranks with a window and GPUs of their own send summands from this size on through NCCL (which gives the same bits: two
+/// summands have one order). Measured on two H200, as is the next one.
+constexpr std::int64_t nccl_pays_from_bytes = std::int64_t{8} << 20;
 
 enum LaneIndex : int { main_lane, side_lane, lane_count };
 
@@ -177,7 +178,9 @@ public:
         }
         current_.emplace(topology_.device);
         main_->set_call(static_cast<cudaStream_t>(stream), identity);
-        side_->set_call(side_stream_.get(), identity);
+        // Where ranks share a GPU their lanes take turns. With lanes of several ranks waiting for each other on one GPU, a launch was
+        // seen to stay behind another rank's wait until that timed out (large messages, 2 to 4 ranks a GPU).
+        side_->set_call(topology_.shares_devices() ? main_->stream() : side_stream_.get(), identity);
     }
 
     /// The kernels make the digest of what they write, and send it with the next call's header.
@@ -196,6 +199,7 @@ public:
     Lane& main() override { return *main_; }
 
     void fork(FunctionRef<void(Lane& side)> side_work) override {
+        if (side_->stream() == main_->stream()) return side_work(*side_);
         check(cudaEventRecord(forked_event_.get(), main_->stream()), "fork");
         check(cudaStreamWaitEvent(side_->stream(), forked_event_.get(), 0), "fork");
         forked_ = true;
@@ -209,6 +213,7 @@ public:
     }
 
     void join() override {
+        if (side_->stream() == main_->stream()) return;
         check(cudaStreamWaitEvent(main_->stream(), joined_event_.get(), 0), "join");
         forked_ = false;
     }
@@ -252,10 +257,13 @@ private:
     /// Processes need NCCL for everything; threads only where it is faster.
     void make_communicator() {
         if (world() == 1) return;
-        nccl_from_bytes_ = agreed_bytes("LATENT_MOE_NCCL_FROM_BYTES", nccl_pays_from_bytes);
+        nccl_from_bytes_ = agreed_bytes("LATENT_MOE_NCCL_FROM_BYTES", world() == 2 ? nccl_pays_from_bytes : INT64_MAX);
         bulk_from_bytes_ = agreed_bytes("LATENT_MOE_BULK_FROM_BYTES", bulk_pays_from_bytes);
         const bool pays = block_tokens_ * shape_.hidden * static_cast<std::int64_t>(bytes_of(shape_.activations)) >= nccl_from_bytes_;
-        if (topology_.one_process && topology_.peer_access && (!pays || topology_.shares_devices())) return;
+        if (topology_.one_process && topology_.peer_access) {
+            const int possible = pays && !topology_.shares_devices() && look_for_nccl().missing.empty() ? 1 : 0;
+            if (std::ranges::count(gather(bootstrap_, possible), 1) < world()) return;
+        }
         if (topology_.shares_devices()) {
             throw Error(StatusCode::unavailable, "ranks that are processes share a GPU, which NCCL refuses: give each process its own GPU, or "
                                                  "make the ranks threads of one process");

@@ -115,7 +115,7 @@ cudaError_t GpuLane::all_reduce_in_bulk(const ConstMatrix& in, const Matrix& out
 void GpuLane::all_reduce_norm(Step step, const ConstMatrix& in, const void* gamma, const Matrix& out) {
     const std::int64_t bytes = bytes_of_rows(in);
     if (world_ == 1 && gamma != nullptr) return normalise(gamma, in, out);
-    if (gamma == nullptr || through_nccl(bytes) || in_bulk(bytes) || stages(bytes) != 1) {
+    if (gamma == nullptr || through_nccl(bytes) || in_bulk_before_norm(bytes) || stages(bytes) != 1) {
         all_reduce(step, in, out, {});
         if (gamma != nullptr) normalise(gamma, out, out);
         return;

@@ -47,6 +47,8 @@ public:
 private:
     bool through_nccl(std::int64_t bytes) const noexcept;
     bool in_bulk(std::int64_t bytes) const noexcept { return bytes >= parts_.bulk_from_bytes; }
+    /// The norm has a kernel of its own behind a bulk message; mailboxes have it in theirs.
+    bool in_bulk_before_norm(std::int64_t bytes) const noexcept { return in_bulk(bytes / 2); }
     cudaError_t all_reduce_in_bulk(const ConstMatrix& in, const Matrix& out, const ConstMatrix& prefix) const;
     int stages(std::int64_t bytes) const noexcept;
     void normalise(const void* gamma, const ConstMatrix& in, const Matrix& out);

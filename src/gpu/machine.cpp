@@ -114,7 +114,7 @@ Machine cost_constants(int device, int sharing) {
     return {.description = fmt::format("{}{}", properties.name, sharing > 1 ? fmt::format(" shared by {} ranks", sharing) : ""),
             .memory_bytes_per_us = 4.49e6 * memory * share,
             .flops_per_us = 700e6 * multiprocessors * share,
-            .wire_bytes_per_us = 320e3 * share,
+            .wire_bytes_per_us = 220e3 * share,
             .hop_us = 1.0,
             .launch_us = 1.5,
             .collective_us = 1.0};

@@ -149,9 +149,11 @@ struct BulkCta {
         for (std::uint32_t k = 0; k < chunks; ++k) {
             sync_threads_of(all_pushed, pushers + 32);
             if (lane == rank) shared.pushed = k + 1;
-            if (lane >= world || lane == rank) continue;
-            fence<Scope::system>();
-            store_relaxed(counter(rank, lane), told(k + 1));
+            if (lane < world && lane != rank) {
+                fence<Scope::system>();
+                store_relaxed(counter(rank, lane), told(k + 1));
+            }
+            __syncwarp();  // a barrier of the CTA takes whole warps
         }
     }
 
@@ -173,6 +175,7 @@ struct BulkCta {
             }
             fence<Scope::system>();
         }
+        __syncwarp();
         sync_threads_of(chunk_came, receivers);
         return !shared.gave_up[k % 2];
     }
