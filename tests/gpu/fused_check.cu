@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(128) bench_producer(const uint4* from_p, const
 int devices = 0;
 
 struct Knobs {
-    int early = -1, late = -1, prefetch = -1, digest = -1, rows = 0, split = 0, clusters = 0;
+    int early = -1, late = -1, prefetch = -1, pace = -1, digest = -1, rows = 0, split = 0, clusters = 0;
 } knobs;
 
 template <class T>
@@ -343,6 +343,7 @@ struct Problem {
             if (knobs.early > 0) p.in_flight_early = knobs.early;
             if (knobs.late > 0) p.in_flight_late = knobs.late;
             if (knobs.prefetch >= 0) p.prefetch_blocks = knobs.prefetch;
+            if (knobs.pace >= 0) p.prefetch_clocks = knobs.pace;
             if (knobs.digest >= 0) p.digest = knobs.digest != 0;
             if (knobs.rows > 0) p.rows = knobs.rows, p.split = knobs.split, p.clusters = knobs.clusters;
             CUDA(fused_tail_fits(shape, p));
@@ -882,7 +883,7 @@ void stages(int tokens) {
     auto exec = capture(p, true, tokens, nullptr, 1, true);
     for (int i = 0; i < 4; ++i) p.each([&](int r) { CUDA(cudaGraphLaunch(exec[r], p.ranks[r].stream)); });
     p.sync();
-    static const char* names[] = {"began",  "predecessor over", "published",    "first latent", "latents", "last latents",
+    static const char* names[] = {"began",  "predecessor over", "published",    "weights asked", "latents", "last latents",
                                   "shared", "multiply",         "last weights", "multiplied",   "parts",   "sent",
                                   "came"};
     const int grid = fused_tail_grid(p.plan(tokens));
@@ -891,7 +892,6 @@ void stages(int tokens) {
         CUDA(cudaMemcpy(all.data(), p.ranks[r].stamps, words * 8, cudaMemcpyDefault));
         std::printf("stages M=%d rank %d, us from a CTA's start, mean / latest:", tokens, r);
         for (int s = 1; s < fused::stage_count; ++s) {
-            if (s == fused::first_latent) continue;
             double mean = 0, most = 0;
             for (int l = 2; l < p.layers; ++l) {
                 for (int b = 0; b < grid; ++b) {
@@ -931,7 +931,7 @@ int main(int argc, char** argv) {
             if (a.rfind(name, 0) == 0) to = std::atoi(a.c_str() + std::strlen(name));
         };
         number("replays=", replays), number("early=", knobs.early), number("late=", knobs.late);
-        number("prefetch=", knobs.prefetch), number("digest=", knobs.digest);
+        number("prefetch=", knobs.prefetch), number("pace=", knobs.pace), number("digest=", knobs.digest);
         if (a.rfind("plan=", 0) == 0) std::sscanf(a.c_str(), "plan=%d,%d,%d", &knobs.rows, &knobs.split, &knobs.clusters);
         if (a.rfind("shape=", 0) == 0) std::sscanf(a.c_str(), "shape=%ld,%ld,%ld", &shape[0], &shape[1], &shape[2]);
         if (a.rfind("tokens=", 0) == 0) {
@@ -969,7 +969,7 @@ int main(int argc, char** argv) {
         if (a == "bench") bench(shape[0], shape[1], static_cast<int>(shape[2]), true, sizes, false);
         if (a == "quick") bench(shape[0], shape[1], static_cast<int>(shape[2]), true, sizes, true);
         if (a == "quick-no-norm") bench(shape[0], shape[1], static_cast<int>(shape[2]), false, sizes, true);
-        if (a == "stages") stages(1), stages(16);
+        if (a == "stages") stages(1), stages(16), stages(64);
     }
     std::printf("%s: %d failures, %.1f s\n", failures ? "FAILED" : "passed", failures, seconds() - began);
     return failures != 0;

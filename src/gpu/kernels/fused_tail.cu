@@ -43,26 +43,28 @@ __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__
     const int thread = threadIdx.x, lane = thread % 32;
     const int warp = __shfl_sync(0xffffffff, thread / 32, 0);  // uniform: roles and operands' descriptors hang on it
     const Cta<Tile> cta(p, shared_address(memory));
+    // The compiler lays out the last branch first: the weight warp is the first to need its code.
     if (warp == Tile::weight_warp) {
-        stamp<Tile::stamps>(p, began, lane == 0);
+        stamp<Tile>(p, began, lane == 0);
         stream_weights(cta, lane);
+        stamp<Tile>(p, weights_asked, lane == 0);
     } else if (warp == Tile::protocol_warp) {
         cluster::arrive_relaxed();
+        cluster::wait();  // the first weights have been asked for
+        touch(p);
         dependency_wait();
         const auto epoch = load_relaxed<Scope::device>(&control(p.exchange).epoch[blockIdx.x]);
+        const State state = load_state(p);
         store_shared(cta.bar(Barriers::epoch), epoch);
         __syncwarp();
-        arrive_threads_of(tokens_ready, Tile::math_threads + Tile::gather_threads + 32);
         arrive_threads_of(squares_ready, Tile::gather_threads + 32);
-        keep_protocol(p, epoch, lane);
-        __syncwarp();
-        cluster::wait();
+        keep_protocol(p, epoch, state.rows & 1, lane);
     } else if (warp >= Tile::math_warps) {
         cluster::arrive_relaxed();
         Gather<Cta<Tile>>(cta, thread - Tile::math_threads).run();
     } else {
         Math<Cta<Tile>> math(cta, thread, warp);
-        if (thread == 0) math.make_barriers();
+        if (warp == 0) math.make_barriers(lane);
         __syncwarp();
         cluster::arrive_relaxed();
         math.run();
@@ -81,10 +83,10 @@ __global__ void __launch_bounds__(256) idle(const __grid_constant__ Params p) {
     const auto epoch = load_relaxed<Scope::device>(&control(p.exchange).epoch[blockIdx.x]);
     __syncthreads();  // all have read both
     if (thread < 32) {
-        store_state(p, state.slot, thread);
-        keep_protocol(p, epoch, thread);
+        store_state(p, state, thread);
+        keep_protocol(p, epoch, state.rows & 1, thread);
     } else {
-        rearm(p, state, blockIdx.x * std::int64_t{224} + thread - 32, gridDim.x * std::int64_t{224});
+        rearm(Cta<Tile<8, 64>>(p, 0), state, thread - 32, 224);
     }
 }
 
@@ -101,29 +103,33 @@ using Kernel = void (*)(const Params);
 /// A compiled tile, as the host sees it.
 struct Compiled {
     int tokens, rows;
+    Known known;
     Kernel kernel;
-    Kernel stamped;  ///< the same with time stamps; null: not compiled
-    int threads, gather_threads;
-    int weight_bytes, token_bytes, parts_bytes;
+    int threads, gather_threads, gather_at_once;
+    int weight_bytes, token_bytes, parts_bytes, max_ring;
 };
 
-template <int tokens, int rows, bool with_stamps = false>
+template <int tokens, int rows, Known known = Known{}>
 constexpr Compiled compiled() {
-    using T = Tile<tokens, rows>;
-    Kernel stamped = nullptr;
-    if constexpr (with_stamps) stamped = tail<Tile<tokens, rows, true>>;
-    return {tokens, rows, tail<T>, stamped, T::threads, T::gather_threads, T::weight_bytes, T::token_bytes, T::parts_bytes};
+    using T = Tile<tokens, rows, known>;
+    return {tokens,          rows,           known,         tail<T>,    T::threads, T::gather_threads, T::gather_at_once,
+            T::weight_bytes, T::token_bytes, T::parts_bytes, T::max_ring};
 }
 
-#ifdef LATENT_MOE_FUSED_STAMPS
-constexpr bool stamps_compiled = true;
-#else
-constexpr bool stamps_compiled = false;
-#endif
+constexpr Known pairs_of_four{.split = 4, .world = 2, .turns = 1};
 
+/// The first that serves a plan is taken: what is known at compile time comes first.
 constexpr Compiled tiles[] = {
-    compiled<8, 128, stamps_compiled>(),
-    compiled<16, 128, stamps_compiled>(),
+#ifdef LATENT_MOE_FUSED_STAMPS
+    compiled<8, 128, Known{4, 2, 1, true}>(), compiled<16, 128, Known{4, 2, 1, true}>(),
+    compiled<64, 128, Known{4, 2, 1, true}>(),
+#endif
+    compiled<8, 128, pairs_of_four>(),
+    compiled<16, 128, pairs_of_four>(),
+    compiled<32, 128, pairs_of_four>(),
+    compiled<64, 128, pairs_of_four>(),
+    compiled<8, 128>(),
+    compiled<16, 128>(),
     compiled<32, 128>(),
     compiled<64, 128>(),
     compiled<8, 64>(),
@@ -133,9 +139,15 @@ constexpr Compiled tiles[] = {
     compiled<128, 64>(),
 };
 
-const Compiled* find(int tokens, int rows) {
+const Compiled* find(const FusedTailShape& shape, const FusedTailPlan& plan, bool stamps = false) {
+    if (plan.clusters < 1) return nullptr;
+    const std::int64_t turns = (shape.hidden / shape.world + plan.rows * plan.clusters - 1) / std::max(1, plan.rows * plan.clusters);
     for (const Compiled& c : tiles) {
-        if (c.tokens == tokens && c.rows == rows) return &c;
+        const auto serves = [](int known, std::int64_t actual) { return known == 0 || known == actual; };
+        if (c.tokens == plan.tokens && c.rows == plan.rows && (stamps || !c.known.stamps) && serves(c.known.split, plan.split) &&
+            serves(c.known.world, shape.world) && serves(c.known.turns, turns)) {
+            return &c;
+        }
     }
     return nullptr;
 }
@@ -181,27 +193,29 @@ bool cut(const FusedTailShape& shape, const FusedTailPlan& plan, const Compiled&
     }
     const int tiles_of_cluster = (p.tiles + plan.clusters - 1) / plan.clusters;
     p.block_stride = (p.blocks + plan.split - 1) / plan.split;
-    p.gather_columns = std::min(p.block_stride * 8, tile.gather_threads);
+    // So many columns at once that a thread has at most as many rows as it polls together; but no more passes than barriers.
+    const int units = p.block_stride * 8, fewest = (p.block_stride + max_passes - 1) / max_passes * 8;
+    p.gather_columns = std::min({units, tile.gather_threads, std::max(fewest, tile.gather_threads * tile.gather_at_once / tile.tokens / 8 * 8)});
+    if (p.gather_columns < fewest) return false;
     p.gather_rows = tile.gather_threads / p.gather_columns;
 
     const std::int64_t shared_sums = std::int64_t{4} * tiles_of_cluster * tile.tokens * tile.rows / plan.split;
     const std::int64_t others = std::int64_t{p.block_stride} * tile.token_bytes + tile.parts_bytes + shared_sums +
                                 round_up(std::int64_t{4} * plan.split * tile.tokens, 16) +
-                                round_up(std::int64_t{4} * tile.tokens * p.block_stride, 16) + Barriers::bytes;
+                                round_up(std::int64_t{4} * tile.tokens * p.block_stride, 16) + at_ring;
     const std::int64_t fits = (max_shared_bytes - others) / tile.weight_bytes;
     if (others > max_shared_bytes || fits < 2) return false;
-    p.ring = static_cast<int>(std::min<std::int64_t>({fits, max_ring, std::max(2, tiles_of_cluster * p.block_stride)}));
+    p.ring = static_cast<int>(std::min<std::int64_t>({fits, tile.max_ring, std::max(2, tiles_of_cluster * p.block_stride)}));
     p.in_flight_early = std::clamp(plan.in_flight_early, 1, p.ring);
     p.in_flight_late = std::clamp(plan.in_flight_late, p.in_flight_early, p.ring);
-    p.prefetch_blocks = std::max(plan.prefetch_blocks, 0);
+    p.prefetch_blocks = std::max(plan.prefetch_blocks, 0), p.prefetch_clocks = plan.prefetch_clocks;
 
-    p.at.tokens = p.ring * tile.weight_bytes;
+    p.at.tokens = at_ring + p.ring * tile.weight_bytes;
     p.at.parts = p.at.tokens + p.block_stride * tile.token_bytes;
     p.at.shared_sums = p.at.parts + tile.parts_bytes;
     p.at.squares = p.at.shared_sums + static_cast<int>(shared_sums);
     p.at.block_squares = p.at.squares + static_cast<int>(round_up(4 * plan.split * tile.tokens, 16));
-    p.at.barriers = p.at.block_squares + static_cast<int>(round_up(4 * tile.tokens * p.block_stride, 16));
-    p.at.bytes = p.at.barriers + Barriers::bytes;
+    p.at.bytes = p.at.block_squares + static_cast<int>(round_up(4 * tile.tokens * p.block_stride, 16));
     return true;
 }
 
@@ -247,16 +261,13 @@ cudaError_t prepare_fused_tail() {
         return e;
     if (major != 9) return cudaErrorNotSupported;
     for (const fused::Compiled& tile : fused::tiles) {
-        for (const fused::Kernel kernel : {tile.kernel, tile.stamped}) {
-            if (!kernel) continue;
-            cudaFuncAttributes attributes{};
-            if (const cudaError_t e = cudaFuncGetAttributes(&attributes, kernel); e != cudaSuccess) return e;
-            if (attributes.ptxVersion != 90) return cudaErrorNotSupported;
-            if (const cudaError_t e =
-                    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, fused::max_shared_bytes);
-                e != cudaSuccess) {
-                return e;
-            }
+        cudaFuncAttributes attributes{};
+        if (const cudaError_t e = cudaFuncGetAttributes(&attributes, tile.kernel); e != cudaSuccess) return e;
+        if (attributes.ptxVersion != 90) return cudaErrorNotSupported;
+        if (const cudaError_t e =
+                cudaFuncSetAttribute(tile.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, fused::max_shared_bytes);
+            e != cudaSuccess) {
+            return e;
         }
     }
     cudaFuncAttributes attributes{};
@@ -265,8 +276,8 @@ cudaError_t prepare_fused_tail() {
 
 cudaError_t fused_tail_fits(const FusedTailShape& shape, const FusedTailPlan& plan) {
     fused::Params p{};
-    const fused::Compiled* tile = fused::find(plan.tokens, plan.rows);
-    if (!tile || !fused::valid(shape) || !fused::cut(shape, plan, *tile, p)) return cudaErrorInvalidValue;
+    const fused::Compiled* tile = fused::valid(shape) ? fused::find(shape, plan) : nullptr;
+    if (!tile || !fused::cut(shape, plan, *tile, p)) return cudaErrorInvalidValue;
     int resident = 0;
     if (const cudaError_t e = fused::resident_clusters(*tile, plan.split, p.at.bytes, resident); e != cudaSuccess) return e;
     return resident >= plan.clusters ? cudaSuccess : cudaErrorLaunchOutOfResources;
@@ -280,7 +291,7 @@ cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, in
     for (; width >= 8; width /= 2) {
         std::int64_t best = INT64_MAX;
         for (const fused::Compiled& tile : fused::tiles) {
-            if (tile.tokens != width) continue;
+            if (tile.tokens != width || tile.known.split != 0) continue;  // the same tile, more known, takes the same plans
             for (int split = 1; split <= fused::max_split; split *= 2) {
                 FusedTailPlan candidate;
                 candidate.tokens = tile.tokens, candidate.rows = tile.rows, candidate.split = split;
@@ -303,7 +314,7 @@ cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, in
                 // tile.
                 const std::int64_t weights = std::int64_t{turns} * p.block_stride * tile.weight_bytes;
                 const std::int64_t latents = std::int64_t{p.block_stride} * tile.token_bytes * shape.world;
-                const std::int64_t cost = weights + latents + (turns - 1) * 24'000 - tile.rows;
+                const std::int64_t cost = weights + latents + (turns - 1) * 150'000 - tile.rows;
                 if (cost < best) best = cost, *plan = candidate;
             }
         }
@@ -323,9 +334,9 @@ cudaError_t reset_fused_tail(void* region, const FusedTailShape& shape, cudaStre
 }
 
 cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
-    const fused::Compiled* tile = fused::find(op.plan.tokens, op.plan.rows);
     fused::Params p{};
-    if (!fused::valid(op) || !tile || !fused::cut(op.shape, op.plan, *tile, p)) return cudaErrorInvalidValue;
+    const fused::Compiled* tile = fused::valid(op) ? fused::find(op.shape, op.plan, op.stamps != nullptr) : nullptr;
+    if (!tile || !fused::cut(op.shape, op.plan, *tile, p)) return cudaErrorInvalidValue;
     const fused::RegionLayout region(op.shape);
     p.exchange = op.exchange;
     p.routed = unit_rows(op.routed, op.shape.latent, Dtype::bf16);
@@ -335,7 +346,11 @@ cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
     p.weights = static_cast<const char*>(op.packed);
     p.gamma = op.rms_norm ? static_cast<const char*>(op.gamma) : nullptr;
     p.column_scales = op.column_scales;
-    p.region = op.region_offset, p.slot_bytes = region.slot_bytes;
+    const PeerWindow& window = op.exchange.window;
+    p.rank = window.rank, p.region = op.region_offset;
+    p.own_region = static_cast<char*>(window.base[window.rank]) + op.region_offset;
+    p.peer_region = window.world == 2 ? static_cast<char*>(window.base[1 - window.rank]) + op.region_offset : nullptr;
+    p.slot_bytes = region.slot_bytes;
     p.latent_box = region.latent_box, p.column_box = region.column_box;
     p.scale = op.scale, p.epsilon = op.epsilon, p.inverse_latent = 1.0F / static_cast<float>(op.shape.latent);
     p.rms_norm = op.rms_norm;
@@ -359,7 +374,7 @@ cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
                                       .shared_bytes = p.at.bytes,
                                       .dependent = op.starts_early,
                                       .stream = stream},
-                                     op.stamps && tile->stamped ? tile->stamped : tile->kernel, p);
+                                     tile->kernel, p);
         if (e != cudaSuccess) return e;
         for (UnitRows* rows : {&p.routed, &p.shared, &p.prefix, &p.out}) {
             if (*rows) rows->data += op.plan.tokens * rows->stride;

@@ -45,8 +45,9 @@ struct FusedTailPlan {
     int clusters = 0;         ///< each takes every `clusters`-th tile of W
     int in_flight_early = 3;  ///< bulk copies of weights in flight a CTA, until the latents are there,
     int in_flight_late = 4;   ///< and after
-    int prefetch_blocks = 4;  ///< of weights that shared memory does not hold, into L2, at most
-    bool digest = true;       ///< of the output, for the next call's header
+    int prefetch_blocks = 24;  ///< of weights that shared memory does not hold, into L2, at most,
+    int prefetch_clocks = 700;  ///< one in so many clocks
+    bool digest = true;        ///< of the latents, for the next call's header; the same on every rank
 };
 
 int fused_tail_grid(const FusedTailPlan& plan);

@@ -7,8 +7,6 @@
 //     5. the peers' finished columns, as they come, into `out`
 #pragma once
 
-#include <cfloat>
-
 #include <math_constants.h>
 
 #include "gpu/kernels/fused_tail_mailboxes.cuh"
@@ -20,64 +18,70 @@ namespace latent_moe::gpu::fused {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-/// What stands for a unit's sum of squares that is not finite: +Inf if its elements are finite (the chain's factor is 0 then, and
-/// so is the row's product), NaN if one of them is not, once rounded (then the chain's row is not either).
-LATENT_MOE_DEVICE float squares_of_extremes(uint4 rounded) {
-    float x[U::size];
-    U::unpack(rounded, x);
-    bool finite = true;
-#pragma unroll
-    for (const float e : x) finite = finite && fabsf(e) <= FLT_MAX;
-    return finite ? CUDART_INF_F : CUDART_NAN_F;
-}
+/// From here on a float32 is infinite once rounded to bf16.
+inline constexpr float rounds_to_infinity = 0x1.FFp+127F;
 
 template <class Cta>
 struct Gather {
     using Tile = typename Cta::Tile;
     static constexpr int threads = Tile::gather_threads;
+    static constexpr bool pair = Cta::pair;
 
     const Cta& cta;
     const Params& p;
     const int thread;
-    const int rank, world;
     PeerWait wait;
 
-    LATENT_MOE_DEVICE Gather(const Cta& c, int t)
-        : cta(c),
-          p(c.p),
-          thread(t),
-          rank(c.p.exchange.window.rank),
-          world(c.p.exchange.window.world),
-          wait(c.p) {}
+    LATENT_MOE_DEVICE Gather(const Cta& c, int t) : cta(c), p(c.p), thread(t), wait(c.p) {}
+
+    LATENT_MOE_DEVICE static void add(float (&sum)[U::size], uint4 value) {
+        float term[U::size];
+        U::unpack(value, term);
+#pragma unroll
+        for (int e = 0; e < U::size; ++e) sum[e] += term[e];
+    }
 
     // ---- 1. and 2.: latents. A thread has one unit of columns (rarely, several in turn) of every `gather_rows`-th row.
+
+    struct Place {
+        int row, unit;  ///< the thread's first ones; a thread beyond the last whole row has no row
+    };
 
     LATENT_MOE_DEVICE std::uint32_t token_address(int token, int unit) const {
         return cta.memory + p.at.tokens + unit / 8 * Tile::token_bytes + PackedLayout::unit_in_block(token, unit % 8);
     }
     LATENT_MOE_DEVICE int column_unit(int unit) const { return cta.first_block * 8 + unit; }
+    LATENT_MOE_DEVICE bool inside(int unit) const { return column_unit(unit) < p.latent_units; }
+    LATENT_MOE_DEVICE uint4 gamma_of(int unit) const {
+        if (!p.gamma || unit >= cta.blocks * 8 || !inside(unit)) return make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80);
+        return load16(p.gamma + column_unit(unit) * 16);
+    }
 
-    LATENT_MOE_DEVICE void copy_own_rows(const State& state, int first_row, int first_unit) const {
+    LATENT_MOE_DEVICE void copy_own_rows(const State& state, const Place& first) const {
         // A slot is below 2^30, so this adds 0: own rows are asked for once the state is there, behind the loads to be published.
         const char* from = p.routed.data + (state.slot >> 30);
-        for (int unit = first_unit; unit < cta.blocks * 8; unit += p.gather_columns) {
-            if (column_unit(unit) >= p.latent_units) break;
-            for (int m = first_row; m < p.tokens; m += p.gather_rows) {
+#pragma unroll 1
+        for (int unit = first.unit; unit < cta.blocks * 8 && inside(unit); unit += p.gather_columns) {
+#pragma unroll 1
+            for (int m = first.row; m < p.tokens; m += p.gather_rows) {
                 copy16_async(token_address(m, unit), from + m * p.routed.stride + column_unit(unit) * 16);
             }
         }
         copies_commit();
     }
 
-    /// One row's unit: Σ routed → Σ routed · γ in shared memory. Returns the unit's sum of squares.
+    /// One row's unit: Σ routed → Σ routed · γ in shared memory. Returns the unit's sum of squares: +Inf if it overflows (the chain's
+    /// factor is 0 then, and so is the row's product), NaN if an element is not finite once rounded (then the chain's row is not).
     LATENT_MOE_DEVICE float put(int token, int unit, const float (&sum)[U::size], uint4 gamma) const {
-        float squares = 0, scaled[U::size], g[U::size];
+        float squares = 0, largest = 0, scaled[U::size], g[U::size];
         U::unpack(gamma, g);
 #pragma unroll
-        for (int e = 0; e < U::size; ++e) squares = fmaf(sum[e], sum[e], squares), scaled[e] = sum[e] * g[e];
-        if (!(squares <= FLT_MAX)) squares = squares_of_extremes(U::pack(sum));
+        for (int e = 0; e < U::size; ++e) {
+            squares = fmaf(sum[e], sum[e], squares), largest = fmaxf(largest, fabsf(sum[e]));
+            scaled[e] = sum[e] * g[e];
+        }
         store_shared(token_address(token, unit), U::pack(scaled));
-        return squares;
+        return largest >= rounds_to_infinity ? CUDART_NAN_F : squares;
     }
 
     /// Adds up the eight units of a block, which are eight neighbouring lanes.
@@ -90,104 +94,112 @@ struct Gather {
         }
     }
 
-    /// Σ over ranks, in rank order, of one row's unit. `peers` mailboxes are polled together.
-    template <int peers>
-    LATENT_MOE_DEVICE void sum_row(const Slot& slot, int token, int unit, float (&sum)[U::size]) {
-#pragma unroll
-        for (float& e : sum) e = 0;
+    /// Σ over ranks, in rank order, of one row's unit. `at_once` mailboxes are polled together.
+    LATENT_MOE_DEVICE void sum_row(const Slot<Cta>& slot, int token, int unit, float (&sum)[U::size]) {
+        constexpr int at_once = 4;
 #pragma unroll 1
-        for (int first = 0; first < world; first += peers) {
-            uint4 v[peers];
+        for (int first = 0; first < cta.world(); first += at_once) {
+            uint4 v[at_once];
             const auto source = [&](int i) { return first + i; };
-            take<peers>(
+            take<at_once>(
                 v, wait, Phase::gather,
                 [&](int i) -> const uint4* {
-                    if (source(i) >= world || source(i) == rank) return nullptr;
-                    return slot.latents(source(i), rank) + token * p.latent_units + column_unit(unit);
+                    if (source(i) >= cta.world() || source(i) == p.rank) return nullptr;
+                    return slot.latents_from(source(i)) + token * p.latent_units + column_unit(unit);
                 },
                 source);
             copies_wait();
 #pragma unroll
-            for (int i = 0; i < peers; ++i) {
-                if (source(i) >= world) continue;
-                if (source(i) == rank) v[i] = load_shared<uint4>(token_address(token, unit));
+            for (int i = 0; i < at_once; ++i) {
+                if (source(i) >= cta.world()) continue;
+                if (source(i) == p.rank) v[i] = load_shared<uint4>(token_address(token, unit));
                 add(sum, v[i]);
             }
         }
     }
-    LATENT_MOE_DEVICE static void add(float (&sum)[U::size], uint4 value) {
-        float term[U::size];
-        U::unpack(value, term);
-#pragma unroll
-        for (int e = 0; e < U::size; ++e) sum[e] += term[e];
-    }
 
     /// One word of the last row first: while nothing has come, polling takes little of what the weights need too.
     LATENT_MOE_DEVICE void await_last_row(const uint4* box, int first_row) {
-        if (first_row >= p.tokens) return;
         const int last = first_row + (p.tokens - 1 - first_row) / p.gather_rows * p.gather_rows;
         const std::uint32_t* word = &box[last * p.latent_units].w;
         while (load_relaxed(word) == Element<Dtype::bf16>::sentinel) {
-            if (wait.over(1 - rank, Phase::gather)) break;
+            if (wait.over(1 - p.rank, Phase::gather)) break;
         }
     }
 
-    /// With a single peer (`pair`) a thread polls up to `rows` rows together, else up to `peers` ranks of one row.
-    template <bool pair, int rows, int peers>
-    LATENT_MOE_DEVICE void gather_latents(const Slot& slot, int first_row, int first_unit) {
+    /// In passes over this CTA's K, so that the first blocks are multiplied while the last are still gathered. With a single peer a
+    /// thread polls several rows together, else several ranks of one row.
+    LATENT_MOE_DEVICE void gather_latents(const Slot<Cta>& slot, const Place& first, uint4 gamma) {
+        constexpr int rows = pair ? Tile::gather_at_once : 1;
         const int step = p.gather_rows;
-        // The squares of the last rows are kept once everybody else may go on.
         float squares[rows];
-        int kept_row = -1, kept_unit = 0;
-        const auto keep = [&] {
+        int kept_row = -1;  // the first of the rows whose squares are still to be kept
+        const auto keep = [&](int unit) {
             if (!p.rms_norm || kept_row < 0) return;
 #pragma unroll
             for (int i = 0; i < rows; ++i) {
-                if (kept_row + i * step < p.tokens) keep_squares(kept_row + i * step, kept_unit, squares[i]);
+                if (kept_row + i * step < p.tokens) keep_squares(kept_row + i * step, unit, squares[i]);
             }
+            kept_row = -1;
         };
 #pragma unroll 1
-        for (int unit = first_unit; unit < cta.blocks * 8; unit += p.gather_columns) {
-            const bool inside = column_unit(unit) < p.latent_units;  // beyond K: zeros, as in W
-            uint4 gamma = make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80);
-            if (p.gamma && inside) gamma = load16(p.gamma + column_unit(unit) * 16);
-            const uint4* box = pair ? slot.latents(1 - rank, rank) + column_unit(unit) : nullptr;
-            if (pair && Tile::tokens >= 16 && inside) await_last_row(box, first_row);
+        for (int begin = 0, pass = 0; begin < cta.blocks * 8; begin += p.gather_columns, ++pass) {
+            const int unit = begin + first.unit;
+            const bool exists = unit < cta.blocks * 8, is_inside = exists && inside(unit);  // beyond K: zeros, as in W
+            const uint4 next_gamma = gamma_of(unit + p.gather_columns);
+            const uint4* box = pair ? slot.latents_from(1 - p.rank) + column_unit(unit) : nullptr;
+            if (pair && Tile::tokens >= 16 && pass == 0 && is_inside && first.row < p.tokens) await_last_row(box, first.row);
 #pragma unroll 1
-            for (int m = first_row; m < p.tokens; m += rows * step) {
+            for (int m = exists ? first.row : p.tokens; m < p.tokens; m += rows * step) {
                 uint4 theirs[rows];
-                if (pair && inside) {
+                if (pair && is_inside) {
                     take<rows>(
                         theirs, wait, Phase::gather,
                         [&](int i) { return m + i * step < p.tokens ? box + (m + i * step) * p.latent_units : nullptr; },
-                        [&](int) { return 1 - rank; });
+                        [&](int) { return 1 - p.rank; });
                     copies_wait();
                 }
-                keep();
+                keep(unit);
 #pragma unroll
                 for (int i = 0; i < rows; ++i) {
                     const int token = m + i * step;
                     if (token >= p.tokens) continue;
                     float sum[U::size] = {};
-                    if (inside) {
+                    if (is_inside) {
                         if constexpr (pair) {  // two summands: the order does not matter
                             U::unpack(theirs[i], sum), add(sum, load_shared<uint4>(token_address(token, unit)));
                         } else {
-                            sum_row<peers>(slot, token, unit, sum);
+                            sum_row(slot, token, unit, sum);
                         }
                     }
                     squares[i] = put(token, unit, sum, gamma);
                 }
-                kept_row = m, kept_unit = unit;
+                kept_row = m;
+            }
+            fence_proxy_async();  // ordinary stores, read by wgmma
+            __syncwarp();
+            arrive_threads_of(tokens_ready + pass, Tile::math_threads + threads);
+            if (pass == 0 && thread == 0) store_shared(cta.bar(Barriers::latent_ready), 1);
+            keep(unit);  // the last rows' only now that everybody else may go on
+            gamma = next_gamma;
+        }
+        stamp<Tile>(p, latents_done, thread == 0);
+        stamp<Tile>(p, last_latents_done, thread == threads - 32);
+    }
+
+    /// By the first cluster, which has all of K: of the latents as they are multiplied. What ranks compute from what they received
+    /// is that alone; a column has one owner.
+    LATENT_MOE_DEVICE void digest_latents(const State& state, const Place& first) const {
+        std::uint32_t digest = 0;
+#pragma unroll 1
+        for (int unit = first.unit; unit < cta.blocks * 8; unit += p.gather_columns) {
+#pragma unroll 1
+            for (int m = first.row; m < p.tokens; m += p.gather_rows) {
+                digest += digest_of(load_shared<uint4>(token_address(m, unit)), m * p.latent_units + column_unit(unit));
             }
         }
-        stamp<Tile::stamps>(p, latents_done, thread == 0);
-        stamp<Tile::stamps>(p, last_latents_done, thread == threads - 32);
-        fence_proxy_async();  // ordinary stores, read by wgmma
         __syncwarp();
-        arrive_threads_of(tokens_ready, Tile::math_threads + threads + 32);
-        if (thread == 0) store_shared(cta.bar(Barriers::latent_ready), 1);
-        keep();
+        add_digest(p, state, digest);
     }
 
     /// The rows' sums over this CTA's part of K, in the order of the blocks, to every CTA of the cluster: two rows a thread.
@@ -195,50 +207,77 @@ struct Gather {
         sync_threads_of(squares_ready, threads + 32);  // also: the epoch is there
         cluster::wait();                               // the others' barriers are there
         if (!p.rms_norm) return;
+#pragma unroll 1
         for (int m = 2 * thread; m < p.tokens; m += 2 * threads) {
             float sums[2] = {};
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const std::uint32_t from = cta.memory + p.at.block_squares + (m + i) * p.block_stride * 4;
-                for (int b = 0; b < cta.blocks && m + i < p.tokens; ++b) sums[i] += load_shared<float>(from + b * 4);
+            const std::uint32_t from = cta.memory + p.at.block_squares + m * p.block_stride * 4;
+#pragma unroll 4
+            for (int b = 0; b < cta.blocks; ++b) {  // a second row beyond the last is garbage, and nobody reads its sum
+                sums[0] += load_shared<float>(from + b * 4);
+                sums[1] += load_shared<float>(from + (m + 1 < p.tokens ? p.block_stride + b : b) * 4);
             }
             const std::uint32_t to = cta.memory + p.at.squares + (cta.part * Tile::tokens + m) * 4;
-            for (int c = 0; c < cta.split; ++c) {
+#pragma unroll 1
+            for (int c = 0; c < cta.split(); ++c) {
                 cluster::store_async(cluster::address_at(to, c), make_float2(sums[0], sums[1]),
                                      cluster::address_at(cta.bar(Barriers::received), c));
             }
         }
     }
 
-    // ---- 3. Σ shared
+    // ---- 3. Σ shared. An item is a token and 8 columns that this CTA finishes; other warps begin than those that send squares.
 
-    LATENT_MOE_DEVICE void gather_shared(const Slot& slot) {
-        const int of_tile = p.tokens << cta.units_log2(), items = cta.tiles * of_tile;
-        for (int i = thread; i < items; i += threads) {
-            const int t = cta.tiles == 1 ? 0 : i / of_tile;
-            const int token = (i - t * of_tile) >> cta.units_log2(), u = i & (cta.units() - 1);
-            const int unit = cta.first_unit(cta.tile(t)) + u;
-            if (unit >= p.column_units) continue;
+    LATENT_MOE_DEVICE int first_shared_item() const { return thread < threads / 2 ? thread + threads / 2 : thread - threads / 2; }
+
+    struct SharedItem {
+        int token, unit;
+    };
+    LATENT_MOE_DEVICE SharedItem shared_item(int i) const {
+        const int of_tile = p.tokens << cta.units_log2(), turn = Cta::known.turns == 1 ? 0 : i / of_tile;
+        return {(i - turn * of_tile) >> cta.units_log2(), cta.first_unit(cta.tile(turn)) + (i & (cta.units() - 1))};
+    }
+    LATENT_MOE_DEVICE uint4 own_shared(const SharedItem& item) const {
+        if (!p.shared.data) return {};
+        return load_relaxed<Scope::device>(p.shared.at(item.token, p.rank * p.column_units + item.unit));
+    }
+    LATENT_MOE_DEVICE bool has_shared_item(int i) const {
+        return i < cta.turns() * (p.tokens << cta.units_log2()) && shared_item(i).unit < p.column_units;
+    }
+    LATENT_MOE_DEVICE uint4 first_own_shared() const {
+        const int i = first_shared_item();
+        return has_shared_item(i) ? own_shared(shared_item(i)) : uint4{};
+    }
+
+    LATENT_MOE_DEVICE void gather_shared(const Slot<Cta>& slot, uint4 own) {
+        const int items = cta.turns() * (p.tokens << cta.units_log2());
+#pragma unroll 1
+        for (int i = first_shared_item(); i < items; i += threads) {
+            if (!has_shared_item(i)) continue;
+            const SharedItem item = shared_item(i);
+            if (i != first_shared_item()) own = own_shared(item);
+            const auto box = [&](int source) { return slot.shared_from(source) + item.token * p.column_units + item.unit; };
             float sum[U::size] = {};
-            uint4 own{};
-            if (p.shared.data) own = load_relaxed<Scope::device>(p.shared.at(token, rank * p.column_units + unit));
             if (!p.exchange_shared) {
                 U::unpack(own, sum);
             } else {
-                constexpr int peers = 4;
-                for (int first = 0; first < world; first += peers) {
-                    uint4 v[peers];
-                    const auto source = [&](int k) { return first + k; };
-                    take<peers>(
+                constexpr int at_once = pair ? 1 : 4;
+#pragma unroll 1
+                for (int first = 0; first < (pair ? 1 : cta.world()); first += at_once) {
+                    uint4 v[at_once];
+                    const auto source = [&](int k) { return pair ? 1 - p.rank : first + k; };
+                    take<at_once>(
                         v, wait, Phase::scatter,
                         [&](int k) -> const uint4* {
-                            if (source(k) >= world || source(k) == rank) return nullptr;
-                            return slot.shared(source(k), rank) + token * p.column_units + unit;
+                            return source(k) < cta.world() && source(k) != p.rank ? box(source(k)) : nullptr;
                         },
                         source);
+                    if constexpr (pair) {
+                        U::unpack(own, sum), add(sum, v[0]);
+                    } else {
 #pragma unroll
-                    for (int k = 0; k < peers; ++k) {
-                        if (source(k) < world) add(sum, source(k) == rank ? own : v[k]);
+                        for (int k = 0; k < at_once; ++k) {
+                            if (source(k) < cta.world()) add(sum, source(k) == p.rank ? own : v[k]);
+                        }
                     }
                 }
             }
@@ -250,50 +289,44 @@ struct Gather {
         arrive_threads_of(shared_ready, Tile::math_threads + threads);
     }
 
-    // ---- 5. finished columns. Each CTA takes a contiguous range of all peers' units.
+    // ---- 5. finished columns. Each CTA takes a contiguous range of each peer's units.
 
-    LATENT_MOE_DEVICE void gather_columns(const Slot& slot) {
-        const std::uint32_t of_peer = p.tokens * p.column_units, all = of_peer * (world - 1);
-        const std::uint32_t share = (all + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
-        const std::uint32_t end = min(begin + share, all);
-        std::uint32_t digest = 0;
-        for (std::uint32_t i = begin + thread; i < end; i += threads) {
-            const int k = static_cast<int>(i / of_peer), source = k < rank ? k : k + 1;
-            const std::uint32_t j = i % of_peer, token = j / p.column_units, unit = j % p.column_units;
-            const uint4* from = slot.columns(source, rank) + j;
-            const std::uint32_t to = source * p.column_units + unit;
-            uint4 v[1];
-            take<1>(
-                v, wait, Phase::combine, [&](int) { return from; }, [&](int) { return source; });
-            store16(p.out.at(token, to), v[0]);
-            digest += digest_of(v[0], token * (p.column_units * world) + to);
-        }
-        if (p.digest && begin + (thread & ~31) < end) {
-            __syncwarp();
-            add_to_digest(p.exchange, Call{load_shared<std::uint32_t>(cta.bar(Barriers::epoch)), false}, digest);
-        }
+    LATENT_MOE_DEVICE void gather_columns(const Slot<Cta>& slot) {
+        const std::uint32_t all = p.tokens * p.column_units, share = (all + gridDim.x - 1) / gridDim.x;
+        const std::uint32_t begin = blockIdx.x * share, end = min(begin + share, all);
+        for_each_peer(cta, [&](int source) {
+            const uint4* box = slot.columns_from(source);
+#pragma unroll 1
+            for (std::uint32_t i = begin + thread; i < end; i += threads) {
+                const std::uint32_t token = i / p.column_units, unit = i % p.column_units + source * p.column_units;
+                uint4* to = p.out.at(token, unit);
+                uint4 v[1];
+                take<1>(
+                    v, wait, Phase::combine, [&](int) { return box + i; }, [&](int) { return source; });
+                store16(to, v[0]);
+            }
+        });
     }
 
     LATENT_MOE_DEVICE void run() {
-        const int first_row = thread / p.gather_columns, first_unit = thread % p.gather_columns;
-        const int skipped = first_row < p.gather_rows ? first_row : p.tokens;  // threads beyond the last whole row have none
+        Place first{thread / p.gather_columns, thread % p.gather_columns};
+        if (first.row >= p.gather_rows) first.row = p.tokens;
+        const uint4 gamma = gamma_of(first.unit);
         dependency_wait();
-        stamp<Tile::stamps>(p, predecessor_over, thread == 0);
+        stamp<Tile>(p, predecessor_over, thread == 0);
         const State state = load_state(p);
         if (p.release && thread == 0) release_dependents();
-        const Slot slot(p, state.slot);
-        copy_own_rows(state, skipped, first_unit);
-        if (world == 2) {
-            gather_latents<true, 4, 1>(slot, skipped, first_unit);
-        } else {
-            gather_latents<false, 1, 4>(slot, skipped, first_unit);
-        }
+        const Slot<Cta> slot(cta, state.slot);
+        copy_own_rows(state, first);
+        gather_latents(slot, first, gamma);
+        if (p.digest && cta.cluster == 0) digest_latents(state, first);
+        const uint4 own = first_own_shared();
         send_squares();
-        gather_shared(slot);
-        stamp<Tile::stamps>(p, shared_done, thread == 0);
-        rearm(p, state, std::int64_t{blockIdx.x} * threads + thread, std::int64_t{gridDim.x} * threads);
+        gather_shared(slot, own);
+        stamp<Tile>(p, shared_done, thread == 0);
+        rearm(cta, state, threads - 1 - thread, threads);  // other warps first than those that wait for columns
         gather_columns(slot);
-        stamp<Tile::stamps>(p, columns_came, thread == 0);
+        stamp<Tile>(p, columns_came, thread == 0);
         wait.report(cta.bar(Barriers::epoch));
     }
 };

@@ -1,6 +1,6 @@
 // The fused tail's mailboxes: where they lie, which slot a call uses, how they are waited for and re-armed.
 //
-//     region of one rank's window:  | state, an entry a CTA | slot 0 | slot 1 | slot 2 |
+//     region of one rank's window:  | head: state, an entry a CTA; digests | slot 0 | slot 1 | slot 2 |
 //     slot:  | latents from each peer | slices of the shared partials from each peer | finished columns from each peer |
 //     box:   `capacity` rows without gaps; a call of M rows uses the first M, and a word that was not sent holds the sentinel
 //
@@ -36,51 +36,79 @@ namespace latent_moe::gpu::fused {
 /// What a CTA knows of the calls before; 32 bytes, so that CTAs do not meet in a sector.
 struct alignas(32) State {
     std::uint32_t slot;  ///< of this call
-    std::uint32_t rows;  ///< that the call before this one used, in the slot before
+    std::uint32_t rows;  ///< that the call before this one used, in the slot before, times 2; and its digests' index
+    LATENT_MOE_DEVICE std::uint32_t rows_before() const { return rows >> 1; }
+    LATENT_MOE_DEVICE std::uint32_t digests() const { return ~rows & 1; }
 };
-inline constexpr std::int64_t state_bytes = sizeof(State) * max_grid;
+
+/// The region before the slots: an entry a CTA, and the digests of the two last calls, spread so that adding to them is quick.
+inline constexpr int digest_lanes = 32;
+struct Head {
+    State state[max_grid];
+    alignas(128) std::uint32_t digest[2][digest_lanes][8];
+};
+inline constexpr std::int64_t state_bytes = sizeof(Head);
+static_assert(state_bytes % 128 == 0);
 
 using U = Unit<Dtype::bf16>;
 
+/// One slot of the regions. `Cta` knows whether there is a single peer: its region is then a parameter of its own.
+template <class Cta>
 struct Slot {
-    const Params& p;
-    std::int64_t offset;  ///< in every window
+    const Cta& cta;
+    std::int64_t offset;  ///< in every region
 
-    LATENT_MOE_DEVICE Slot(const Params& params, std::uint32_t index)
-        : p(params), offset(params.region + state_bytes + index * params.slot_bytes) {}
+    LATENT_MOE_DEVICE Slot(const Cta& c, std::uint32_t index) : cta(c), offset(state_bytes + index * c.p.slot_bytes) {}
 
-    LATENT_MOE_DEVICE uint4* at(int receiver, std::int64_t bytes) const {
-        return reinterpret_cast<uint4*>(static_cast<char*>(p.exchange.window.base[receiver]) + offset + bytes);
+    /// Box `kind` (0: latents, 1: shared, 2: columns) for data from `source` in the window of `receiver`.
+    LATENT_MOE_DEVICE uint4* box(int kind, int source, int receiver) const {
+        const Params& p = cta.p;
+        std::int64_t at = offset + (kind == 0 ? 0 : p.latent_box) + (kind == 2 ? p.column_box : 0);
+        if constexpr (Cta::pair) return reinterpret_cast<uint4*>((receiver == p.rank ? p.own_region : p.peer_region) + at);
+        const int peers = cta.world() - 1, index = mailbox_index(source, receiver);
+        at = offset + (kind == 0 ? index * p.latent_box : peers * p.latent_box + ((kind - 1) * peers + index) * p.column_box);
+        return reinterpret_cast<uint4*>(static_cast<char*>(p.exchange.window.base[receiver]) + p.region + at);
     }
-    LATENT_MOE_DEVICE uint4* latents(int source, int receiver) const {
-        return at(receiver, mailbox_index(source, receiver) * p.latent_box);
-    }
-    LATENT_MOE_DEVICE uint4* shared(int source, int receiver) const {
-        return at(receiver, (p.exchange.window.world - 1) * p.latent_box + mailbox_index(source, receiver) * p.column_box);
-    }
-    LATENT_MOE_DEVICE uint4* columns(int source, int receiver) const {
-        const int peers = p.exchange.window.world - 1;
-        return at(receiver, peers * p.latent_box + (peers + mailbox_index(source, receiver)) * p.column_box);
-    }
+    LATENT_MOE_DEVICE uint4* latents_from(int source) const { return box(0, source, cta.p.rank); }
+    LATENT_MOE_DEVICE uint4* shared_from(int source) const { return box(1, source, cta.p.rank); }
+    LATENT_MOE_DEVICE uint4* columns_from(int source) const { return box(2, source, cta.p.rank); }
+    LATENT_MOE_DEVICE uint4* latents_to(int peer) const { return box(0, cta.p.rank, peer); }
+    LATENT_MOE_DEVICE uint4* shared_to(int peer) const { return box(1, cta.p.rank, peer); }
+    LATENT_MOE_DEVICE uint4* columns_to(int peer) const { return box(2, cta.p.rank, peer); }
 };
 
-LATENT_MOE_DEVICE State* states(const Params& p) {
-    return reinterpret_cast<State*>(static_cast<char*>(p.exchange.window.base[p.exchange.window.rank]) + p.region);
+/// Calls `body(peer)` for every peer, the next rank first.
+template <class Cta, class Body>
+LATENT_MOE_DEVICE void for_each_peer(const Cta& cta, Body body) {
+    if constexpr (Cta::pair) {
+        body(1 - cta.p.rank);
+    } else {
+#pragma unroll 1
+        for (int k = 1, peer = cta.p.rank; k < cta.world(); ++k) {
+            peer = peer + 1 == cta.world() ? 0 : peer + 1;
+            body(peer);
+        }
+    }
+}
+
+LATENT_MOE_DEVICE Head& head(const Params& p) {
+    return *reinterpret_cast<Head*>(p.own_region);
 }
 
 /// After `dependency_wait`.
 LATENT_MOE_DEVICE State load_state(const Params& p) {
-    const uint2 v = load_relaxed<Scope::device>(reinterpret_cast<const uint2*>(states(p) + blockIdx.x));
+    const uint2 v = load_relaxed<Scope::device>(reinterpret_cast<const uint2*>(head(p).state + blockIdx.x));
     return {v.x, v.y};
 }
 
 /// By one warp, once all threads of the CTA have loaded the state. As with the epoch: CTA b writes the entries b, b + G, …, so that
 /// the next call finds its own whatever its grid.
-LATENT_MOE_DEVICE void store_state(const Params& p, std::uint32_t slot, int lane) {
-    const uint2 next = make_uint2(slot == slots - 1 ? 0 : slot + 1, static_cast<std::uint32_t>(p.tokens));
+LATENT_MOE_DEVICE void store_state(const Params& p, const State& now, int lane) {
+    const uint2 next = make_uint2(now.slot == slots - 1 ? 0 : now.slot + 1, static_cast<std::uint32_t>(p.tokens) << 1 | now.digests());
+#pragma unroll 1
     for (int i = static_cast<int>(blockIdx.x) + lane * static_cast<int>(gridDim.x); i < max_grid;
          i += 32 * static_cast<int>(gridDim.x)) {
-        store_relaxed<Scope::device>(reinterpret_cast<uint2*>(states(p) + i), next);
+        store_relaxed<Scope::device>(reinterpret_cast<uint2*>(head(p).state + i), next);
     }
 }
 
@@ -141,29 +169,46 @@ LATENT_MOE_DEVICE void take(uint4 (&v)[n], PeerWait& wait, Phase phase, At at, P
     }
 }
 
-/// Re-arms the slot before `state.slot`. By all threads that pass distinct `thread`s out of `threads`, over the whole grid.
-LATENT_MOE_DEVICE void rearm(const Params& p, const State& state, std::int64_t thread, std::int64_t threads) {
-    const int rank = p.exchange.window.rank, peers = p.exchange.window.world - 1;
-    const Slot slot(p, state.slot == 0 ? slots - 1 : state.slot - 1);
-    const std::uint32_t latents = state.rows * p.latent_units, columns = state.rows * p.column_units;
-    const std::uint32_t of_peer = latents + 2 * columns, all = of_peer * peers;
-    for (std::int64_t i = thread; i < all; i += threads) {
-        const std::uint32_t k = static_cast<std::uint32_t>(i) / of_peer, j = static_cast<std::uint32_t>(i) % of_peer;
-        const int source = static_cast<int>(k) < rank ? static_cast<int>(k) : static_cast<int>(k) + 1;
-        uint4* to = j < latents             ? slot.latents(source, rank) + j
-                    : j < latents + columns ? slot.shared(source, rank) + (j - latents)
-                                            : slot.columns(source, rank) + (j - latents - columns);
-        store_relaxed(to, U::sentinel());
-    }
+/// Re-arms the slot before `state.slot`: each CTA a contiguous range. By `threads` threads of every CTA.
+template <class Cta>
+LATENT_MOE_DEVICE void rearm(const Cta& cta, const State& state, int thread, int threads) {
+    const Params& p = cta.p;
+    const Slot<Cta> slot(cta, state.slot == 0 ? slots - 1 : state.slot - 1);
+    const std::uint32_t latents = state.rows_before() * p.latent_units, columns = state.rows_before() * p.column_units;
+    const std::uint32_t all = latents + 2 * columns, share = (all + gridDim.x - 1) / gridDim.x;
+    const std::uint32_t begin = blockIdx.x * share, end = min(begin + share, all);
+    for_each_peer(cta, [&](int source) {
+#pragma unroll 1
+        for (std::uint32_t j = begin + thread; j < end; j += threads) {
+            uint4* to = j < latents             ? slot.latents_from(source) + j
+                        : j < latents + columns ? slot.shared_from(source) + (j - latents)
+                                                : slot.columns_from(source) + (j - latents - columns);
+            store_relaxed(to, U::sentinel());
+        }
+    });
 }
 
-/// The protocol's own work, by one warp of each CTA: the epoch, and in CTA 0 the headers.
-LATENT_MOE_DEVICE void keep_protocol(const Params& p, std::uint32_t epoch, int lane) {
+/// By whole warps: to this call's digest.
+LATENT_MOE_DEVICE void add_digest(const Params& p, const State& state, std::uint32_t digest) {
+    digest = __reduce_add_sync(0xffffffff, digest);
+    const unsigned lane = threadIdx.x & 31, place = (blockIdx.x + threadIdx.x / 32) % digest_lanes;
+    if (lane == 0) atomicAdd(&head(p).digest[state.digests()][place][0], digest);
+}
+
+/// The protocol's own work, by one warp of each CTA: the epoch, and in CTA 0 the headers, which carry what the call before added
+/// to its digest.
+__device__ __noinline__ inline void keep_protocol(const Params& p, std::uint32_t epoch, std::uint32_t digests_before, int lane) {
     const Exchange& x = p.exchange;
     const Call call{epoch, false};
     const bool fault = faulted(x, load_relaxed(&control(x).fault), epoch);
     leave_call(x, call, lane, 32);
-    if (blockIdx.x == 0 && !fault) exchange_headers(x, call, static_cast<std::uint32_t>(p.tokens), lane);
+    if (blockIdx.x != 0 || fault) return;
+    std::uint32_t* digest = head(p).digest[digests_before][lane];
+    const std::uint32_t sum = __reduce_add_sync(0xffffffff, load_relaxed<Scope::device>(digest));
+    store_relaxed<Scope::device>(digest, 0u);
+    if (lane == 0) atomicAdd(&control(x).digest[(call.slot() + slots - 1) % slots], sum);
+    __syncwarp();
+    exchange_headers(x, call, static_cast<std::uint32_t>(p.tokens), lane);
 }
 
 }  // namespace latent_moe::gpu::fused

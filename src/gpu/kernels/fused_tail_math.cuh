@@ -37,23 +37,20 @@ struct Math {
     const Cta& cta;
     const Params& p;
     const int thread, warp;  ///< warp: uniform
-    const int rank, world;
 
-    LATENT_MOE_DEVICE Math(const Cta& c, int t, int w)
-        : cta(c), p(c.p), thread(t), warp(w), rank(c.p.exchange.window.rank), world(c.p.exchange.window.world) {}
+    LATENT_MOE_DEVICE Math(const Cta& c, int t, int w) : cta(c), p(c.p), thread(t), warp(w) {}
 
-    LATENT_MOE_DEVICE void make_barriers() const {
-        mbarrier::init(cta.bar(Barriers::received), 1);
-        if (cta.tiles > 1) mbarrier::init(cta.bar(Barriers::may_send), cta.split);
-        if (cta.tiles * cta.blocks > p.ring) {
-#pragma unroll
-            for (int i = 0; i < max_ring; ++i) {
-                if (i < p.ring) mbarrier::init(cta.bar(Barriers::empty, i), Tile::math_warps);
-            }
+    /// By the first warp.
+    LATENT_MOE_DEVICE void make_barriers(int lane) const {
+        // Places of the ring that are used again; a lane each.
+        if (lane < min(p.ring, cta.turns() * cta.blocks - p.ring)) mbarrier::init(cta.bar(Barriers::empty, lane), Tile::math_warps);
+        if (lane == 0) {
+            mbarrier::init(cta.bar(Barriers::received), 1);
+            if (cta.turns() > 1) mbarrier::init(cta.bar(Barriers::may_send), cta.split());
+            const int squares = p.rms_norm ? cta.split() * ((p.tokens + 1) / 2) * 8 : 0;
+            mbarrier::expect(cta.bar(Barriers::received), parts_received() + squares);
         }
         mbarrier::publish_init();
-        const int squares = p.rms_norm ? cta.split * ((p.tokens + 1) / 2) * 8 : 0;
-        mbarrier::expect(cta.bar(Barriers::received), parts_received() + squares);
     }
     LATENT_MOE_DEVICE static int parts_received() { return Tile::math_warps * Tile::fragment_data_bytes; }
 
@@ -63,41 +60,38 @@ struct Math {
     static constexpr int publish_at_once = Tile::tokens <= 32 ? 1 : Tile::tokens / 32;
 
     struct Parcel {
-        const uint4* from;   ///< null: none
-        std::int64_t place;  ///< unit in the box
-        int peer;            ///< -1: all of them
+        const uint4* from;    ///< null: none
+        std::uint32_t place;  ///< unit in the box
+        int peer;             ///< of a shared slice
     };
-    LATENT_MOE_DEVICE bool publishes_latents() const { return thread < threads / 2; }
+    LATENT_MOE_DEVICE bool publishes_latents() const { return warp < Tile::math_warps / 2; }
 
     LATENT_MOE_DEVICE Parcel parcel(std::uint32_t i, std::uint32_t end) const {
         if (i >= end) return {nullptr, 0, 0};
-        if (publishes_latents()) {
-            const std::uint32_t token = i / p.latent_units, unit = i % p.latent_units;
-            return {p.routed.at(token, unit), i, -1};
+        if (publishes_latents()) return {p.routed.at(i / p.latent_units, i % p.latent_units), i, 0};
+        int peer = 1 - p.rank;
+        if constexpr (!Cta::pair) {
+            const std::uint32_t of_peer = p.tokens * p.column_units;
+            peer = static_cast<int>(i / of_peer) + p.rank + 1, i %= of_peer;
+            if (peer >= cta.world()) peer -= cta.world();
         }
-        const std::uint32_t of_peer = p.tokens * p.column_units, j = i % of_peer;
-        const int k = static_cast<int>(i / of_peer) + rank + 1, peer = k < world ? k : k - world;
-        const std::uint32_t token = j / p.column_units, unit = j % p.column_units;
-        return {p.shared.at(token, peer * p.column_units + unit), j, peer};
+        return {p.shared.at(i / p.column_units, peer * p.column_units + i % p.column_units), i, peer};
     }
-    LATENT_MOE_DEVICE void send(const Slot& slot, const Parcel& parcel, uint4 value) const {
+    LATENT_MOE_DEVICE void send(const Slot<Cta>& slot, const Parcel& parcel, uint4 value) const {
         if (!parcel.from) return;
         value = U::canonical(value);
-        if (parcel.peer >= 0) {
-            store_relaxed(slot.shared(rank, parcel.peer) + parcel.place, value);
-            return;
-        }
-        for (int k = 1, peer = rank; k < world; ++k) {
-            peer = peer + 1 == world ? 0 : peer + 1;
-            store_relaxed(slot.latents(rank, peer) + parcel.place, value);
+        if (publishes_latents()) {
+            for_each_peer(cta, [&](int peer) { store_relaxed(slot.latents_to(peer) + parcel.place, value); });
+        } else {
+            store_relaxed(slot.shared_to(parcel.peer) + parcel.place, value);
         }
     }
 
     /// Waits for the predecessor. Returns the state of the calls.
     LATENT_MOE_DEVICE State publish() const {
-        const std::uint32_t all = publishes_latents()  ? (world > 1 ? p.tokens * p.latent_units : 0)
-                                  : p.exchange_shared ? p.tokens * p.column_units * (world - 1)
-                                                      : 0;
+        const int peers = cta.world() - 1;
+        const std::uint32_t all = publishes_latents() ? (peers > 0 ? p.tokens * p.latent_units : 0)
+                                                      : (p.exchange_shared ? p.tokens * p.column_units * peers : 0);
         const std::uint32_t share = (all + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
         const std::uint32_t end = min(begin + share, all);
         constexpr int half = threads / 2;
@@ -118,7 +112,8 @@ struct Math {
         dependency_wait();
         load();
         const State state = load_state(p);
-        const Slot slot(p, state.slot);
+        const Slot<Cta> slot(cta, state.slot);
+#pragma unroll 1
         while (true) {
 #pragma unroll
             for (int k = 0; k < publish_at_once; ++k) send(slot, parcels[k], values[k]);
@@ -126,47 +121,49 @@ struct Math {
             if (i >= end) break;
             locate(), load();
         }
-        stamp<Tile::stamps>(p, published, thread == 0);
+        stamp<Tile>(p, published, thread == 0);
         return state;
     }
 
     // ---- the product
 
-    struct Ring {
-        int place = 0, turn = 0, index = 0;
-    };
-
-    /// This warp's fragment: 16 rows of the tile, all tokens.
-    LATENT_MOE_DEVICE void multiply(Ring& ring, float (&sum)[Tile::tokens / 2]) const {
+    /// This warp's fragment: 16 rows of the tile, all tokens. `index`: blocks multiplied before, in all tiles. The first time, the
+    /// tokens are still being gathered.
+    LATENT_MOE_DEVICE void multiply(bool first_time, int& place, int& round, int& index, float (&sum)[Tile::tokens / 2]) const {
         constexpr int width = Tile::tokens < 64 ? Tile::tokens : 64, groups = Tile::tokens / width;  // of tokens: one wgmma
         float acc[Tile::chains][groups][width / 2] = {};
-        const int total = cta.tiles * cta.blocks, lane = thread % 32;
-        const std::uint64_t weights = swizzled_operand(cta.memory + warp / 4 * 64 * PackedLayout::row_bytes);
-        const std::uint64_t tokens = swizzled_operand(cta.memory + p.at.tokens);
-        int previous = ring.place == 0 ? p.ring - 1 : ring.place - 1;
+        const int freed = cta.turns() * cta.blocks - p.ring;  // blocks whose place somebody waits for
+        const std::uint32_t weights = cta.ring(0) + warp / 4 * 64 * PackedLayout::row_bytes, tokens = cta.memory + p.at.tokens;
+        const int blocks_of_pass = static_cast<int>(static_cast<unsigned>(p.gather_columns) / 8);
+        int block = 0;
 #pragma unroll 1
-        for (int block = 0; block < cta.blocks; ++block) {
-            wait_locally(p, cta.bar(Barriers::full, ring.place), ring.turn & 1);
-            stamp<Tile::stamps>(p, last_weights, thread == 0);
-            const std::uint64_t w = weights + static_cast<std::uint32_t>(ring.place * Tile::weight_bytes >> 4);
-            const std::uint64_t t = tokens + static_cast<std::uint32_t>(block * Tile::token_bytes >> 4);
-            wgmma_begin();
+        for (int end = 0, barrier = tokens_ready; end < cta.blocks; ++barrier) {
+            end = min(end + blocks_of_pass, cta.blocks);
+            if (first_time) sync_threads_of(barrier, threads + Tile::gather_threads);
+            stamp<Tile>(p, multiply_began, thread == 0 && block == 0);
+#pragma unroll 1
+            for (; block < end; ++block) {
+                wait_locally(cta.bar(Barriers::full, place), round & 1);
+                stamp<Tile>(p, last_weights, thread == 0);
+                const std::uint64_t w = swizzled_operand(weights + place * Tile::weight_bytes);
+                const std::uint64_t t = swizzled_operand(tokens + block * Tile::token_bytes);
+                wgmma_begin();
 #pragma unroll
-            for (int step = 0; step < 4; ++step) {
+                for (int step = 0; step < 4; ++step) {
 #pragma unroll
-                for (int g = 0; g < groups; ++g) {
-                    Wgmma<width>::template multiply<Dtype::bf16>(acc[step % Tile::chains][g], w + 2 * step,
-                                                                 t + 2 * step + g * (width * PackedLayout::row_bytes >> 4));
+                    for (int g = 0; g < groups; ++g) {
+                        Wgmma<width>::template multiply<Dtype::bf16>(acc[step % Tile::chains][g], w + 2 * step,
+                                                                     t + 2 * step + g * (width * PackedLayout::row_bytes >> 4));
+                    }
                 }
+                wgmma_commit();
+                if (index > 0 && index <= freed) {
+                    wgmma_wait<1>();  // the block before this one
+                    if (thread % 32 == 0) mbarrier::arrive(cta.bar(Barriers::empty, place == 0 ? p.ring - 1 : place - 1));
+                }
+                ++index;
+                if (++place == p.ring) place = 0, ++round;
             }
-            wgmma_commit();
-            if (ring.index > 0 && ring.index - 1 + p.ring < total) {  // somebody waits for the place of the block before
-                wgmma_wait<1>();
-                if (lane == 0) mbarrier::arrive(cta.bar(Barriers::empty, previous));
-            }
-            previous = ring.place;
-            ++ring.index;
-            if (++ring.place == p.ring) ring.place = 0, ++ring.turn;
         }
         wgmma_wait<0>();
 #pragma unroll
@@ -180,121 +177,167 @@ struct Math {
 
     LATENT_MOE_DEVICE void send_fragment(const float (&sum)[Tile::tokens / 2]) const {
         const int fragments = cta.fragments(), owner = warp >> cta.fragments_log2(), mine = warp & (fragments - 1);
-        const std::uint32_t at = cta.memory + p.at.parts + (cta.part * fragments + mine) * Tile::fragment_bytes + thread % 32 * 16;
+        const std::uint32_t at = cta.memory + p.at.parts + (cta.part * fragments + mine) * Tile::fragment_bytes +
+                                 Tile::lane_offset(thread % 32);
         const std::uint32_t to = cluster::address_at(at, owner);
         const std::uint32_t signal = cluster::address_at(cta.bar(Barriers::received), owner);
 #pragma unroll
         for (int j = 0; j < Tile::tokens / 8; ++j) {
-            cluster::store_async(to + j * 512, make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]), signal);
+            cluster::store_async(to + j * Tile::group_bytes, make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]), signal);
         }
     }
 
-    // ---- the columns
+    // ---- the columns. An item is a token and a few columns: with few tokens two, so that all threads have some.
 
-    LATENT_MOE_DEVICE float factor_of(int token) const {
-        if (!p.rms_norm) return p.scale;
+    static constexpr int item_columns = Tile::tokens <= 16 ? 2 : 8;
+    static constexpr int item_words = item_columns / 2;
+    static constexpr int items_of_unit = 8 / item_columns;
+
+    struct Words {
+        std::uint32_t at[item_words];
+    };
+    LATENT_MOE_DEVICE static Words load(const std::uint32_t* from) {
+        if constexpr (item_words == 1) {
+            return {load_relaxed<Scope::device>(from)};
+        } else {
+            const uint4 v = load_relaxed<Scope::device>(reinterpret_cast<const uint4*>(from));
+            return {v.x, v.y, v.z, v.w};
+        }
+    }
+    LATENT_MOE_DEVICE static void store(std::uint32_t* to, const Words& v) {  // maybe a peer's
+        if constexpr (item_words == 1) {
+            store_relaxed(to, v.at[0]);
+        } else {
+            store_relaxed(reinterpret_cast<uint4*>(to), make_uint4(v.at[0], v.at[1], v.at[2], v.at[3]));
+        }
+    }
+
+    LATENT_MOE_DEVICE int items_log2() const { return cta.units_log2() + (items_of_unit == 4 ? 2 : 0); }  ///< of a token
+    LATENT_MOE_DEVICE int item_count() const { return p.tokens << items_log2(); }
+
+    struct Item {
+        int token;
+        int column;  ///< among those that this CTA finishes of the tile
+        int word;    ///< among this rank's columns: pairs
+        bool exists;
+    };
+    LATENT_MOE_DEVICE Item item(int tile, int index) const {
+        const int token = index >> items_log2(), column = (index & ((1 << items_log2()) - 1)) * item_columns;
+        const int word = cta.first_unit(tile) * 4 + column / 2;
+        return {token, column, word, token < p.tokens && word < p.column_units * 4};
+    }
+    LATENT_MOE_DEVICE std::uint32_t* word_of(const UnitRows& rows, const Item& i) const {
+        return reinterpret_cast<std::uint32_t*>(rows.at(i.token, p.rank * p.column_units)) + i.word;
+    }
+    LATENT_MOE_DEVICE Words prefix_of(const Item& i) const {
+        return p.prefix.data && i.exists ? load(word_of(p.prefix, i)) : Words{};
+    }
+
+    /// Σ over the parts of K, in their order, of an item's products; and the row's factor.
+    LATENT_MOE_DEVICE void sum_parts(const Item& i, float (&sum)[item_columns], float& factor) const {
+        const std::uint32_t stride = cta.fragments() * Tile::fragment_bytes;
+        const std::uint32_t from = cta.memory + p.at.parts + i.column / fragment_rows * Tile::fragment_bytes;
+        const std::uint32_t squares_at = cta.memory + p.at.squares + i.token * 4;
+        constexpr int at_once = Cta::known.split == 2 ? 2 : 4;
         float squares = 0;
-        for (int k = 0; k < cta.split; ++k) {
-            squares += load_shared<float>(cta.memory + p.at.squares + (k * Tile::tokens + token) * 4);
-        }
-        return p.scale * rms_factor(squares, p.inverse_latent, p.epsilon);
-    }
-
-    /// An item is a token and 8 columns. Returns the digest of what this thread wrote.
-    LATENT_MOE_DEVICE std::uint32_t finish(const Slot& slot, int i, uint4 first_prefix) const {
-        const int fragments = cta.fragments(), items = p.tokens << cta.units_log2();
-        std::uint32_t digest = 0;
-#pragma unroll 1
-        for (int item = thread; item < items; item += threads) {
-            const int token = item >> cta.units_log2(), u = item & (cta.units() - 1);
-            const int unit = cta.first_unit(cta.tile(i)) + u;
-            if (unit >= p.column_units) continue;
-            const int own_unit = rank * p.column_units + unit;
-            uint4 prefix = first_prefix;
-            if (item != thread && p.prefix.data) prefix = load_relaxed<Scope::device>(p.prefix.at(token, own_unit));
-
-            // Element (row r, token) of a fragment: lane 4 (r mod 8) + token mod 8 / 2, float 2 (r / 8) + token mod 2.
-            const std::uint32_t from = cta.memory + p.at.parts + u / 2 * Tile::fragment_bytes + token / 8 * 512 +
-                                       (token % 8 / 2 * 4 + u % 2 * 2 + token % 2) * 4;
-            float sum[U::size] = {}, term[U::size];
-            for (int part = 0; part < cta.split; ++part) {
 #pragma unroll
-                for (int e = 0; e < U::size; ++e) {
-                    sum[e] += load_shared<float>(from + part * fragments * Tile::fragment_bytes + e * 64);
+        for (float& e : sum) e = 0;
+#pragma unroll
+        for (int first = 0; first < (Cta::known.split ? Cta::known.split : max_split); first += at_once) {
+            if (first >= cta.split()) break;
+            float term[at_once][item_columns], square[at_once];
+#pragma unroll
+            for (int k = 0; k < at_once; ++k) {
+                if (first + k >= cta.split()) break;
+#pragma unroll
+                for (int e = 0; e < item_columns; ++e) {
+                    const int offset = Tile::element_offset(i.column % fragment_rows + e, i.token);
+                    term[k][e] = load_shared<float>(from + (first + k) * stride + offset);
                 }
+                square[k] = load_shared<float>(squares_at + (first + k) * Tile::tokens * 4);
             }
-            const std::uint32_t shared_at = cta.memory + p.at.shared_sums + (i * items + item) * 32;
-            const auto low = load_shared<float4>(shared_at), high = load_shared<float4>(shared_at + 16);
-            const float shared[U::size] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-            const float factor = factor_of(token);
 #pragma unroll
-            for (int e = 0; e < U::size; ++e) {
-                // A factor of 0 (the squares overflowed): the row's latents count as 0, however large they are.
-                float product = p.rms_norm && factor == 0 ? 0 : factor * sum[e];
-                if (p.column_scales) product *= p.column_scales[unit * U::size + e];
-                sum[e] = shared[e] + product;
-            }
-            uint4 result = U::pack(sum);
-            if (p.prefix.data) {
-                U::unpack(result, sum), U::unpack(prefix, term);
+            for (int k = 0; k < at_once; ++k) {
+                if (first + k >= cta.split()) break;
 #pragma unroll
-                for (int e = 0; e < U::size; ++e) sum[e] += term[e];
-                result = U::pack(sum);
+                for (int e = 0; e < item_columns; ++e) sum[e] += term[k][e];
+                squares += square[k];
             }
-            result = U::canonical(result);
-            for (int k = 1, peer = rank; k < world; ++k) {
-                peer = peer + 1 == world ? 0 : peer + 1;
-                store_relaxed(slot.columns(rank, peer) + token * p.column_units + unit, result);
-            }
-            store16(p.out.at(token, own_unit), result);
-            digest += digest_of(result, token * (p.column_units * world) + own_unit);
         }
-        return digest;
+        factor = p.rms_norm ? p.scale * rms_factor(squares, p.inverse_latent, p.epsilon) : p.scale;
     }
 
-    LATENT_MOE_DEVICE uint4 first_prefix(int i) const {
-        const int token = thread >> cta.units_log2(), unit = cta.first_unit(cta.tile(i)) + (thread & (cta.units() - 1));
-        if (!p.prefix.data || token >= p.tokens || unit >= p.column_units) return {};
-        return load_relaxed<Scope::device>(p.prefix.at(token, rank * p.column_units + unit));
+    LATENT_MOE_DEVICE void finish(const Slot<Cta>& slot, int turn, const Item& first, const Words& first_prefix) const {
+        using E = Element<Dtype::bf16>;
+#pragma unroll 1
+        for (int index = thread; index < item_count(); index += threads) {
+            const Item i = index == thread ? first : item(cta.tile(turn), index);
+            if (!i.exists) continue;
+            const Words prefix = index == thread ? first_prefix : prefix_of(i);
+            float sum[item_columns], factor, shared[item_columns];
+            sum_parts(i, sum, factor);
+            const std::uint32_t shared_at =
+                cta.memory + p.at.shared_sums + (turn * item_count() + index) * (item_columns * 4);
+#pragma unroll
+            for (int e = 0; e < item_columns; ++e) shared[e] = load_shared<float>(shared_at + e * 4);
+            Words result;
+#pragma unroll
+            for (int w = 0; w < item_words; ++w) {
+                float two[2], last[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    // A factor of 0 (the squares overflowed): the row's latents count as 0, however large they are.
+                    float product = p.rms_norm && factor == 0 ? 0 : factor * sum[2 * w + e];
+                    if (p.column_scales) product *= p.column_scales[2 * (i.word + w) + e];
+                    two[e] = shared[2 * w + e] + product;
+                }
+                result.at[w] = E::pack(two);
+                if (p.prefix.data) {
+                    E::unpack(result.at[w], two), E::unpack(prefix.at[w], last);
+                    two[0] += last[0], two[1] += last[1];
+                    result.at[w] = E::pack(two);
+                }
+                result.at[w] = E::canonical(result.at[w]);
+            }
+            for_each_peer(cta, [&](int peer) {
+                store(reinterpret_cast<std::uint32_t*>(slot.columns_to(peer)) + i.token * p.column_units * 4 + i.word, result);
+            });
+            store(word_of(p.out, i), result);
+        }
     }
 
     LATENT_MOE_DEVICE void run() {
         const State state = publish();
-        const Slot slot(p, state.slot);
+        const Slot<Cta> slot(cta, state.slot);
         __syncwarp();
         cluster::wait();
-        Ring ring;
-        std::uint32_t digest = 0;
+        int place = 0, round = 0, index = 0;  // in the ring of weights
 #pragma unroll 1
-        for (int i = 0; i < cta.tiles; ++i) {
-            const uint4 prefix = first_prefix(i);
-            if (i == 0) {
-                sync_threads_of(tokens_ready, threads + Tile::gather_threads + 32);
-                stamp<Tile::stamps>(p, multiply_began, thread == 0);
-            }
+        for (int turn = 0; turn < cta.turns(); ++turn) {
+            const Item first = item(cta.tile(turn), thread);
+            const Words prefix = prefix_of(first);
             float sum[Tile::tokens / 2];
-            multiply(ring, sum);
-            stamp<Tile::stamps>(p, multiply_done, thread == 0);
-            if (i > 0) wait_locally(p, [&] { return try_wait_cluster(cta.bar(Barriers::may_send), (i - 1) & 1); });
+            multiply(turn == 0, place, round, index, sum);
+            stamp<Tile>(p, multiply_done, thread == 0);
+            if (Cta::known.turns != 1 && turn > 0) {
+                wait_locally([&] { return try_wait_cluster(cta.bar(Barriers::may_send), (turn - 1) & 1); });
+            }
             send_fragment(sum);
-            if (i == 0) sync_threads_of(shared_ready, threads + Tile::gather_threads);
-            wait_locally(p, cta.bar(Barriers::received), i & 1);
-            stamp<Tile::stamps>(p, parts_there, thread == 0);
-            digest += finish(slot, i, prefix);
-            stamp<Tile::stamps>(p, columns_sent, thread == 0);
-            if (i + 1 < cta.tiles) {
+            if (turn == 0) sync_threads_of(shared_ready, threads + Tile::gather_threads);
+            wait_locally(cta.bar(Barriers::received), turn & 1);
+            stamp<Tile>(p, parts_there, thread == 0);
+            finish(slot, turn, first, prefix);
+            stamp<Tile>(p, columns_sent, thread == 0);
+            if (Cta::known.turns != 1 && turn + 1 < cta.turns()) {
                 sync_threads_of(parts_read, threads);
-                if (thread == 0) {
-                    mbarrier::expect(cta.bar(Barriers::received), parts_received());
-                    for (int c = 0; c < cta.split; ++c) arrive_at(cluster::address_at(cta.bar(Barriers::may_send), c));
+                if (thread < cta.split()) {
+                    if (thread == 0) mbarrier::expect(cta.bar(Barriers::received), parts_received());
+                    __syncwarp((1u << cta.split()) - 1);
+                    arrive_at(cluster::address_at(cta.bar(Barriers::may_send), thread));
                 }
             }
         }
-        if (warp == 0) store_state(p, state.slot, thread);
-        __syncwarp();
-        if (p.digest && (thread & ~31) < p.tokens << cta.units_log2()) {
-            add_to_digest(p.exchange, Call{load_shared<std::uint32_t>(cta.bar(Barriers::epoch)), false}, digest);
-        }
+        if (warp == 0) store_state(p, state, thread);
     }
 };
 

@@ -10,7 +10,8 @@ enum Stage : int {
     began,
     predecessor_over,   ///< as the first gathering warp sees it
     published,          ///< first math warp
-    first_latent,       ///< the first gathering thread has its first peer rows
+    weights_begun,      ///< the first bulk copy was issued
+    weights_asked,      ///< the last bulk copy was issued
     latents_done,       ///< by the first gathering thread
     last_latents_done,  ///< by the last gathering warp
     shared_done,
@@ -24,9 +25,9 @@ enum Stage : int {
 };
 inline constexpr int stamps_per_cta = 16;
 
-template <bool enabled>
+template <class Tile>
 LATENT_MOE_DEVICE void stamp(const Params& p, Stage stage, bool mine) {
-    if constexpr (enabled) {
+    if constexpr (Tile::known.stamps) {
         if (mine && p.stamps) p.stamps[blockIdx.x * stamps_per_cta + stage] = clock64();
     }
 }
