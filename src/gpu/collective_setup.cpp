@@ -21,7 +21,8 @@ void throw_together(const Bootstrap& bootstrap, const char* what, const std::exc
     const auto all = gather(bootstrap, text);
     if (failure) std::rethrow_exception(failure);
     for (std::size_t rank = 0; rank < all.size(); ++rank) {
-        if (all[rank][0] != '\0') throw Error(StatusCode::unavailable, fmt::format("{}: rank {}: {}", what, rank, all[rank].data()));
+        if (all[rank][0] != '\0')
+            throw Error(StatusCode::unavailable, fmt::format("{}: rank {}: {}", what, rank, all[rank].data()));
     }
 }
 

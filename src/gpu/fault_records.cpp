@@ -4,7 +4,6 @@
 
 #include <atomic>
 
-
 namespace latent_moe::gpu {
 namespace {
 
@@ -37,17 +36,21 @@ Status FaultRecords::poll() const {
         const auto code = static_cast<FaultCode>(std::atomic_ref(record.code).load(std::memory_order_acquire));
         if (code == FaultCode::none) continue;
         const auto phase = static_cast<Phase>(record.phase);
-        const std::string where = fmt::format("layer {}, exchange {} of the {} lane", record.layer, record.call, lane == 0 ? "main" : "side");
+        const std::string where =
+            fmt::format("layer {}, exchange {} of the {} lane", record.layer, record.call, lane == 0 ? "main" : "side");
         switch (code) {
             case FaultCode::timeout:
-                return {StatusCode::timeout, fmt::format("rank {} did not arrive within {} ms at {} ({})", record.rank, timeout_ms_, what(phase), where)};
+                return {StatusCode::timeout, fmt::format("rank {} did not arrive within {} ms at {} ({})", record.rank,
+                                                         timeout_ms_, what(phase), where)};
             case FaultCode::mismatch:
                 if (record.expected == record.found) {  // reported by the peer, which holds the numbers
-                    return {StatusCode::mismatch, fmt::format("rank {} found that ranks differ in {} ({})", record.rank, what(phase), where)};
+                    return {StatusCode::mismatch,
+                            fmt::format("rank {} found that ranks differ in {} ({})", record.rank, what(phase), where)};
                 }
-                return {StatusCode::mismatch, fmt::format("rank {} and rank {} differ in {}: {} here, {} there ({})", rank_, record.rank, what(phase),
-                                                          record.expected, record.found, where)};
-            default: return {StatusCode::aborted, fmt::format("rank {} aborted at {} ({})", record.rank, what(phase), where)};
+                return {StatusCode::mismatch, fmt::format("rank {} and rank {} differ in {}: {} here, {} there ({})", rank_,
+                                                          record.rank, what(phase), record.expected, record.found, where)};
+            default:
+                return {StatusCode::aborted, fmt::format("rank {} aborted at {} ({})", record.rank, what(phase), where)};
         }
     }
     return {};
@@ -57,8 +60,8 @@ void FaultRecords::abort(void* base) noexcept {
     // Allowed whatever another thread captures.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
-    static_cast<void>(cudaMemcpyAsync(&static_cast<Control*>(base)->fault, &memory()->abort_word, sizeof(std::uint32_t), cudaMemcpyHostToDevice,
-                                      abort_stream_.get()));
+    static_cast<void>(cudaMemcpyAsync(&static_cast<Control*>(base)->fault, &memory()->abort_word, sizeof(std::uint32_t),
+                                      cudaMemcpyHostToDevice, abort_stream_.get()));
     static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
 }
 

@@ -22,8 +22,12 @@ constexpr int timed_runs = 7;
 /// Measured with weights that are in no cache, as a step of many layers finds them.
 constexpr std::size_t cold_bytes = std::size_t{160} << 20;
 
-int bucket_of(std::int64_t m) noexcept { return m <= 64 ? 0 : static_cast<int>(std::bit_width(static_cast<std::uint64_t>(m - 1))) - 6; }
-std::int64_t bucket_top(int bucket) noexcept { return std::int64_t{64} << bucket; }
+int bucket_of(std::int64_t m) noexcept {
+    return m <= 64 ? 0 : static_cast<int>(std::bit_width(static_cast<std::uint64_t>(m - 1))) - 6;
+}
+std::int64_t bucket_top(int bucket) noexcept {
+    return std::int64_t{64} << bucket;
+}
 
 cudaDataType_t type_of(Dtype dtype) {
     switch (dtype) {
@@ -37,7 +41,8 @@ cudaDataType_t type_of(Dtype dtype) {
 
 /// 16, or the largest smaller power of two that address and stride allow.
 std::uint32_t alignment_of(const void* data, std::int64_t stride, Dtype dtype) {
-    const std::uint64_t bits = reinterpret_cast<std::uintptr_t>(data) | static_cast<std::uint64_t>(stride) * bytes_of(dtype) | 16;
+    const std::uint64_t bits =
+        reinterpret_cast<std::uintptr_t>(data) | static_cast<std::uint64_t>(stride) * bytes_of(dtype) | 16;
     return 1U << std::countr_zero(bits);
 }
 
@@ -52,10 +57,13 @@ struct Gemm::Description {
 
     Description(const Operands& o, std::int64_t k) : m(o.m) {
         const CublasLt& api = cublas_lt();
-        check(api.MatmulDescInit_internal(&product, sizeof product, CUBLAS_COMPUTE_32F, CUDA_R_32F), "cublasLtMatmulDescInit");
+        check(api.MatmulDescInit_internal(&product, sizeof product, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+              "cublasLtMatmulDescInit");
         const cublasOperation_t transpose = CUBLAS_OP_T;
-        check(api.MatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_TRANSA, &transpose, sizeof transpose), "cublasLtMatmulDescSetAttribute");
-        const auto layout = [&](cublasLtMatrixLayoutOpaque_t& to, Dtype dtype, std::int64_t rows, std::int64_t columns, std::int64_t stride) {
+        check(api.MatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_TRANSA, &transpose, sizeof transpose),
+              "cublasLtMatmulDescSetAttribute");
+        const auto layout = [&](cublasLtMatrixLayoutOpaque_t& to, Dtype dtype, std::int64_t rows, std::int64_t columns,
+                                std::int64_t stride) {
             check(api.MatrixLayoutInit_internal(&to, sizeof to, type_of(dtype), static_cast<std::uint64_t>(rows),
                                                 static_cast<std::uint64_t>(columns), stride),
                   "cublasLtMatrixLayoutInit");
@@ -70,7 +78,9 @@ struct Gemm::Description {
         d_alignment = alignment_of(o.d, o.d_stride, o.out);
     }
 
-    bool aligned() const noexcept { return w_alignment == 16 && x_alignment == 16 && c_alignment == 16 && d_alignment == 16; }
+    bool aligned() const noexcept {
+        return w_alignment == 16 && x_alignment == 16 && c_alignment == 16 && d_alignment == 16;
+    }
 };
 
 Gemm::Gemm(std::int64_t k) : k_(k) {
@@ -78,7 +88,9 @@ Gemm::Gemm(std::int64_t k) : k_(k) {
     acquire_workspace();
 }
 
-Gemm::~Gemm() { static_cast<void>(cublas_lt().Destroy(handle_)); }
+Gemm::~Gemm() {
+    static_cast<void>(cublas_lt().Destroy(handle_));
+}
 
 void Gemm::acquire_workspace() {
     if (!workspace_.get()) workspace_ = DeviceMemory(gemm_workspace_bytes, "cuBLASLt workspace");
@@ -89,7 +101,8 @@ std::vector<cublasLtMatmulHeuristicResult_t> Gemm::suggestions(const Description
     cublasLtMatmulPreferenceOpaque_t preference;
     check(api.MatmulPreferenceInit_internal(&preference, sizeof preference), "cublasLtMatmulPreferenceInit");
     const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
-        check(api.MatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof value), "cublasLtMatmulPreferenceSetAttribute");
+        check(api.MatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof value),
+              "cublasLtMatmulPreferenceSetAttribute");
     };
     const std::uint64_t bytes = gemm_workspace_bytes;
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, bytes);
@@ -121,8 +134,8 @@ cublasStatus_t Gemm::launch(const Operands& o, const Description& description, c
     const float alpha = o.alpha;
     const float beta = o.c != nullptr ? 1.0F : 0.0F;
     auto& d = const_cast<Description&>(description);
-    return cublas_lt().Matmul(handle_, &d.product, &alpha, o.w, &d.w, o.x, &d.x, &beta, o.c != nullptr ? o.c : o.d, &d.c, o.d, &d.d, &algorithm,
-                              workspace_.get(), workspace_.bytes(), stream);
+    return cublas_lt().Matmul(handle_, &d.product, &alpha, o.w, &d.w, o.x, &d.x, &beta, o.c != nullptr ? o.c : o.d, &d.c,
+                              o.d, &d.d, &algorithm, workspace_.get(), workspace_.bytes(), stream);
 }
 
 void Gemm::measure(Choice& choice, std::int64_t m) const {
@@ -149,7 +162,8 @@ void Gemm::measure(Choice& choice, std::int64_t m) const {
     const DeviceMemory d(static_cast<std::size_t>(m * choice.n) * bytes_of(choice.out), "products to measure");
     check(fill_noise(w.get(), choice.in, static_cast<std::int64_t>(w.bytes() / element), stream.get()), "noise kernel");
     check(fill_noise(x.get(), choice.in, static_cast<std::int64_t>(x.bytes() / element), stream.get()), "noise kernel");
-    check(fill_noise(d.get(), choice.out, static_cast<std::int64_t>(d.bytes() / bytes_of(choice.out)), stream.get()), "noise kernel");
+    check(fill_noise(d.get(), choice.out, static_cast<std::int64_t>(d.bytes() / bytes_of(choice.out)), stream.get()),
+          "noise kernel");
     Operands operands{.x = x.get(),
                       .x_stride = k_,
                       .w = w.get(),
@@ -176,7 +190,9 @@ void Gemm::measure(Choice& choice, std::int64_t m) const {
             works = launch(operands, description, suggestion.algo, stream.get()) == CUBLAS_STATUS_SUCCESS;
             check(cudaEventRecord(end.get(), stream.get()), "cudaEventRecord");
             check(cudaEventSynchronize(end.get()), "a product to measure");
-            if (works && run >= 0) check(cudaEventElapsedTime(&times[static_cast<std::size_t>(run)], begin.get(), end.get()), "cudaEventElapsedTime");
+            if (works && run >= 0)
+                check(cudaEventElapsedTime(&times[static_cast<std::size_t>(run)], begin.get(), end.get()),
+                      "cudaEventElapsedTime");
         }
         if (!works) continue;
         std::ranges::nth_element(times, times.begin() + timed_runs / 2);
@@ -188,7 +204,8 @@ void Gemm::measure(Choice& choice, std::int64_t m) const {
     measured.emplace(key, choice);
 }
 
-void Gemm::choose(const Bootstrap& bootstrap, const std::vector<std::int64_t>& widths, std::int64_t least, std::int64_t most, Dtype dtype) {
+void Gemm::choose(const Bootstrap& bootstrap, const std::vector<std::int64_t>& widths, std::int64_t least, std::int64_t most,
+                  Dtype dtype) {
     choices_.clear();
     for (const std::int64_t n : widths) {
         for (int bucket = bucket_of(least); least <= most && bucket <= bucket_of(most); ++bucket) {
@@ -220,8 +237,18 @@ void Gemm::prepare(std::int64_t n, std::int64_t least, std::int64_t most, Dtype 
         });
         if (known) continue;
         std::byte* const anywhere = workspace_.get();  // aligned, which is all that a suggestion asks of an address
-        const Operands operands{.x = anywhere, .x_stride = k_, .w = anywhere, .c = nullptr, .c_stride = 0, .d = anywhere, .d_stride = n,
-                                .m = bucket_top(bucket), .n = n, .in = in, .out = out, .alpha = 1.0F};
+        const Operands operands{.x = anywhere,
+                                .x_stride = k_,
+                                .w = anywhere,
+                                .c = nullptr,
+                                .c_stride = 0,
+                                .d = anywhere,
+                                .d_stride = n,
+                                .m = bucket_top(bucket),
+                                .n = n,
+                                .in = in,
+                                .out = out,
+                                .alpha = 1.0F};
         const auto found = suggestions(Description(operands, k_), 1);
         if (found.empty()) continue;
         choice.found = true;
@@ -233,21 +260,35 @@ void Gemm::prepare(std::int64_t n, std::int64_t least, std::int64_t most, Dtype 
 
 void Gemm::load(const Choice& choice, std::int64_t m) const {
     if (!choice.found) return;
-    const auto bytes = [&](std::int64_t rows, std::int64_t columns, Dtype dtype) { return static_cast<std::size_t>(rows * columns) * bytes_of(dtype); };
+    const auto bytes = [&](std::int64_t rows, std::int64_t columns, Dtype dtype) {
+        return static_cast<std::size_t>(rows * columns) * bytes_of(dtype);
+    };
     const DeviceMemory x(bytes(m, k_, choice.in), "loading of products");
     const DeviceMemory w(bytes(choice.n, k_, choice.in), "loading of products");
     const DeviceMemory d(bytes(m, choice.n, choice.out), "loading of products");
-    const Operands operands{.x = x.get(), .x_stride = k_, .w = w.get(), .c = choice.accumulate ? d.get() : nullptr, .c_stride = choice.n,
-                            .d = d.get(), .d_stride = choice.n, .m = m, .n = choice.n, .in = choice.in, .out = choice.out, .alpha = 1.0F};
+    const Operands operands{.x = x.get(),
+                            .x_stride = k_,
+                            .w = w.get(),
+                            .c = choice.accumulate ? d.get() : nullptr,
+                            .c_stride = choice.n,
+                            .d = d.get(),
+                            .d_stride = choice.n,
+                            .m = m,
+                            .n = choice.n,
+                            .in = choice.in,
+                            .out = choice.out,
+                            .alpha = 1.0F};
     const Stream stream = make_stream();
-    static_cast<void>(launch(operands, Description(operands, k_), choice.algorithm, stream.get()));  // `run` knows what to do if it cannot
+    static_cast<void>(
+        launch(operands, Description(operands, k_), choice.algorithm, stream.get()));  // `run` knows what to do if it cannot
     check(cudaStreamSynchronize(stream.get()), "loading of products");
 }
 
 Gemm::Choice* Gemm::find(const Operands& o) noexcept {
     const int bucket = bucket_of(o.m);
     for (Choice& choice : choices_) {
-        if (choice.n == o.n && choice.bucket == bucket && choice.in == o.in && choice.out == o.out && choice.accumulate == (o.c != nullptr)) {
+        if (choice.n == o.n && choice.bucket == bucket && choice.in == o.in && choice.out == o.out &&
+            choice.accumulate == (o.c != nullptr)) {
             return &choice;
         }
     }
@@ -257,12 +298,15 @@ Gemm::Choice* Gemm::find(const Operands& o) noexcept {
 void Gemm::run(const Operands& operands, cudaStream_t stream) {
     const Description description(operands, k_);
     Choice* choice = description.aligned() ? find(operands) : nullptr;
-    if (choice != nullptr && choice->found && launch(operands, description, choice->algorithm, stream) == CUBLAS_STATUS_SUCCESS) return;
+    if (choice != nullptr && choice->found &&
+        launch(operands, description, choice->algorithm, stream) == CUBLAS_STATUS_SUCCESS)
+        return;
     // What is suggested for the bucket's largest product serves the whole bucket: the choice depends on no earlier call.
     Operands largest = operands;
     largest.m = bucket_top(bucket_of(operands.m));
     for (const Operands& asked : {largest, operands}) {
-        for (const cublasLtMatmulHeuristicResult_t& suggestion : suggestions(Description(asked, k_), suggestions_to_measure)) {
+        for (const cublasLtMatmulHeuristicResult_t& suggestion :
+             suggestions(Description(asked, k_), suggestions_to_measure)) {
             if (launch(operands, description, suggestion.algo, stream) != CUBLAS_STATUS_SUCCESS) continue;
             if (choice == nullptr && description.aligned()) {
                 choices_.push_back({.n = operands.n,
@@ -276,8 +320,8 @@ void Gemm::run(const Operands& operands, cudaStream_t stream) {
             return;
         }
     }
-    throw Error(StatusCode::unsupported, fmt::format("cuBLASLt has no product of {} x {} x {} {} values to {}", operands.m, operands.n, k_,
-                                                     name(operands.in), name(operands.out)));
+    throw Error(StatusCode::unsupported, fmt::format("cuBLASLt has no product of {} x {} x {} {} values to {}", operands.m,
+                                                     operands.n, k_, name(operands.in), name(operands.out)));
 }
 
 }  // namespace latent_moe::gpu

@@ -37,9 +37,10 @@ public:
     Gemm(const Gemm&) = delete;
     Gemm& operator=(const Gemm&) = delete;
 
-    /// Collective, with the rank's device current: rank 0 measures what products of n columns (each of `widths`) and `least` to
-    /// `most` rows run fastest with, adding to C and not.
-    void choose(const Bootstrap& bootstrap, const std::vector<std::int64_t>& widths, std::int64_t least, std::int64_t most, Dtype dtype);
+    /// Collective, with the rank's device current: rank 0 measures what products of n columns (each of `widths`) and `least`
+    /// to `most` rows run fastest with, adding to C and not.
+    void choose(const Bootstrap& bootstrap, const std::vector<std::int64_t>& widths, std::int64_t least, std::int64_t most,
+                Dtype dtype);
 
     /// The same for products that are not worth measuring: the library's first suggestion, which depends on the shape alone.
     void prepare(std::int64_t n, std::int64_t least, std::int64_t most, Dtype in, Dtype out);
@@ -48,8 +49,8 @@ public:
     void release_workspace() noexcept { workspace_ = {}; }
     std::size_t workspace_bytes() const noexcept { return workspace_.bytes(); }
 
-    /// Enqueues one. Where no measured algorithm fits (other dtypes, operands that are not aligned to 16 bytes) the library's
-    /// first suggestion is taken, which depends on the shape alone.
+    /// Enqueues one. Where no measured algorithm fits (other dtypes, operands that are not aligned to 16 bytes) the
+    /// library's first suggestion is taken, which depends on the shape alone.
     void run(const Operands& operands, cudaStream_t stream);
 
 private:

@@ -32,16 +32,16 @@ namespace {
 /// Tokens at a time: products are at full speed, and the workspace does not grow with the longest call.
 constexpr std::int64_t most_block_tokens = 4096;
 
-/// Most bytes of the mailboxes of one call, and of the boxes of one in bulk. Larger messages are cut: past this a kernel more
-/// costs little beside the wire.
+/// Most bytes of the mailboxes of one call, and of the boxes of one in bulk. Larger messages are cut: past this a kernel
+/// more costs little beside the wire.
 constexpr std::int64_t mailbox_bytes = std::int64_t{2} << 20;
 constexpr std::int64_t bulk_box_bytes = std::int64_t{16} << 20;
 
 /// Summands from this size on go in bulk.
 constexpr std::int64_t bulk_pays_from_bytes = std::int64_t{3} << 19;
 
-/// Two ranks with a window and GPUs of their own send summands from this size on through NCCL (which gives the same bits: two
-/// summands have one order). Measured on two H200, as is the next one.
+/// Two ranks with a window and GPUs of their own send summands from this size on through NCCL (which gives the same bits:
+/// two summands have one order). Measured on two H200, as is the next one.
 constexpr std::int64_t nccl_pays_from_bytes = std::int64_t{8} << 20;
 
 enum LaneIndex : int { main_lane, side_lane, lane_count };
@@ -58,8 +58,10 @@ public:
           block_tokens_(std::clamp<std::int64_t>(options.max_tokens, 1, most_block_tokens)) {
         together(bootstrap, "GPU set-up", [&] {
             if (shape.norm == Norm::rms && shape.latent > max_norm_width(shape.activations)) {
-                throw Error(StatusCode::unsupported, fmt::format("latent is {}, expected at most {} {} values a row for the norm on a GPU",
-                                                                 shape.latent, max_norm_width(shape.activations), latent_moe::name(shape.activations)));
+                throw Error(
+                    StatusCode::unsupported,
+                    fmt::format("latent is {}, expected at most {} {} values a row for the norm on a GPU", shape.latent,
+                                max_norm_width(shape.activations), latent_moe::name(shape.activations)));
             }
             records_.emplace(bootstrap.rank, options.timeout_ms);
             setup_stream_ = make_stream();
@@ -87,14 +89,17 @@ public:
 
     std::unique_ptr<PackedLayer> pack(const WeightView& up_projection, const void* gamma) override {
         const CurrentDevice current(topology_.device);
-        const GpuPackedLayer::Wish wish{
-            .own = own_rows_, .whole = keeps_whole(), .plain = options_.max_tokens > skinny_tokens || own_rows_.count % 8 != 0};
+        const GpuPackedLayer::Wish wish{.own = own_rows_,
+                                        .whole = keeps_whole(),
+                                        .plain = options_.max_tokens > skinny_tokens || own_rows_.count % 8 != 0};
         auto layer = std::make_unique<GpuPackedLayer>(shape_, wish, up_projection, gamma, setup_stream_.get());
         product_->prepare(*layer);
         return layer;
     }
 
-    const void* gamma(const PackedLayer& layer) const noexcept override { return static_cast<const GpuPackedLayer&>(layer).gamma(); }
+    const void* gamma(const PackedLayer& layer) const noexcept override {
+        return static_cast<const GpuPackedLayer&>(layer).gamma();
+    }
 
     void gather_whole(PackedLayer& packed) override {
         auto& layer = static_cast<GpuPackedLayer&>(packed);
@@ -103,7 +108,8 @@ public:
         const std::size_t row = layer.row_bytes();
         gather_rows(row, [&](std::int64_t first) { return layer.plain_row(first); });
         if (layer.row_scales() != nullptr) {
-            gather_rows(sizeof(float), [&](std::int64_t first) { return reinterpret_cast<std::byte*>(layer.row_scales() + first); });
+            gather_rows(sizeof(float),
+                        [&](std::int64_t first) { return reinterpret_cast<std::byte*>(layer.row_scales() + first); });
         }
         layer.complete(setup_stream_.get());
         check(cudaStreamSynchronize(setup_stream_.get()), "packing kernel");
@@ -137,7 +143,7 @@ public:
         }
         main_.emplace(shape_, rank(), world(), lane_parts(main_lane, grids.main));
         side_.emplace(shape_, rank(), world(), lane_parts(side_lane, grids.side));
-        together(bootstrap_, "loading of kernels", [&] { 
+        together(bootstrap_, "loading of kernels", [&] {
             warm_up(shape_, main_->parts(), own_rows_.count, records_->record(FaultRecords::loading), setup_stream_.get());
         });
     }
@@ -145,6 +151,8 @@ public:
     ~GpuBackend() override { release_workspace(); }
 
     void release_workspace() noexcept override {
+        int before = topology_.device;
+        static_cast<void>(cudaGetDevice(&before));
         static_cast<void>(cudaSetDevice(topology_.device));  // NCCL releases on the current device
         main_.reset();
         side_.reset();
@@ -155,6 +163,7 @@ public:
         latent_ = {};
         product_out_ = {};
         shared_ = {};
+        static_cast<void>(cudaSetDevice(before));
     }
 
     std::size_t workspace_bytes() const noexcept override {
@@ -174,12 +183,13 @@ public:
 
     void begin_call(const CallIdentity& identity, latent_moe::Stream stream) override {
         if (stream == nullptr && topology_.shares_devices()) {
-            throw Error(StatusCode::invalid_argument, "the stream is null, but ranks that share a GPU need a stream of their own each");
+            throw Error(StatusCode::invalid_argument,
+                        "the stream is null, but ranks that share a GPU need a stream of their own each");
         }
         current_.emplace(topology_.device);
         main_->set_call(static_cast<cudaStream_t>(stream), identity);
-        // Where ranks share a GPU their lanes take turns. With lanes of several ranks waiting for each other on one GPU, a launch was
-        // seen to stay behind another rank's wait until that timed out (large messages, 2 to 4 ranks a GPU).
+        // Where ranks share a GPU their lanes take turns. With lanes of several ranks waiting for each other on one GPU, a
+        // launch was seen to stay behind another rank's wait until that timed out (large messages, 2 to 4 ranks a GPU).
         side_->set_call(topology_.shares_devices() ? main_->stream() : side_stream_.get(), identity);
     }
 
@@ -259,14 +269,16 @@ private:
         if (world() == 1) return;
         nccl_from_bytes_ = agreed_bytes("LATENT_MOE_NCCL_FROM_BYTES", world() == 2 ? nccl_pays_from_bytes : INT64_MAX);
         bulk_from_bytes_ = agreed_bytes("LATENT_MOE_BULK_FROM_BYTES", bulk_pays_from_bytes);
-        const bool pays = block_tokens_ * shape_.hidden * static_cast<std::int64_t>(bytes_of(shape_.activations)) >= nccl_from_bytes_;
+        const bool pays =
+            block_tokens_ * shape_.hidden * static_cast<std::int64_t>(bytes_of(shape_.activations)) >= nccl_from_bytes_;
         if (topology_.one_process && topology_.peer_access) {
             const int possible = pays && !topology_.shares_devices() && look_for_nccl().missing.empty() ? 1 : 0;
             if (std::ranges::count(gather(bootstrap_, possible), 1) < world()) return;
         }
         if (topology_.shares_devices()) {
-            throw Error(StatusCode::unavailable, "ranks that are processes share a GPU, which NCCL refuses: give each process its own GPU, or "
-                                                 "make the ranks threads of one process");
+            throw Error(StatusCode::unavailable,
+                        "ranks that are processes share a GPU, which NCCL refuses: give each process its own GPU, or "
+                        "make the ranks threads of one process");
         }
         communicator_ = std::make_unique<NcclCommunicator>(bootstrap_, topology_.device, options_.timeout_ms);
     }
@@ -283,10 +295,13 @@ private:
         return block_tokens_ * shape_.hidden * static_cast<std::int64_t>(bytes_of(shape_.activations)) >= bulk_from_bytes_;
     }
     Bulk bulk() const noexcept {
-        return {.offset = (window_bytes(mailbox_slot_bytes()) + 127) / 128 * 128, .slot_bytes = has_bulk() ? slot_bytes_up_to(bulk_box_bytes) : 0};
+        return {.offset = (window_bytes(mailbox_slot_bytes()) + 127) / 128 * 128,
+                .slot_bytes = has_bulk() ? slot_bytes_up_to(bulk_box_bytes) : 0};
     }
     /// Of one lane.
-    std::int64_t lane_window_bytes() const noexcept { return bulk().offset + (has_bulk() ? bulk_bytes(bulk().slot_bytes) : 0); }
+    std::int64_t lane_window_bytes() const noexcept {
+        return bulk().offset + (has_bulk() ? bulk_bytes(bulk().slot_bytes) : 0);
+    }
     std::int64_t window_bytes_of_lanes() const noexcept { return lane_count * lane_window_bytes(); }
 
     /// The lanes' windows lie one behind the other.
@@ -296,8 +311,9 @@ private:
 
     void acquire_window() {
         peer_memory_.reset();
-        peer_memory_ = std::make_unique<PeerMemory>(bootstrap_, topology_, communicator_ != nullptr ? communicator_->get() : nullptr,
-                                                    static_cast<std::size_t>(window_bytes_of_lanes()));
+        peer_memory_ =
+            std::make_unique<PeerMemory>(bootstrap_, topology_, communicator_ != nullptr ? communicator_->get() : nullptr,
+                                         static_cast<std::size_t>(window_bytes_of_lanes()));
         window_missing_ = peer_memory_->missing();
         if (!has_window()) return;
         together(bootstrap_, "peer window", [&] {
@@ -346,7 +362,8 @@ private:
             bootstrap_.all_gather_bytes(mine.data(), all.data(), bytes);
             for (int peer = 0; peer < world(); ++peer) {
                 if (peer == rank()) continue;
-                copy_now(address(even_part(shape_.hidden, world(), peer).first + first), all.data() + static_cast<std::size_t>(peer) * bytes, bytes);
+                copy_now(address(even_part(shape_.hidden, world(), peer).first + first),
+                         all.data() + static_cast<std::size_t>(peer) * bytes, bytes);
             }
         }
     }
@@ -399,6 +416,8 @@ std::unique_ptr<Backend> make_gpu_backend(const Shape& shape, const Bootstrap& b
 
 }  // namespace
 
-BackendEntry gpu_backend_entry() { return {"cuda", &gpu::why_unavailable, &make_gpu_backend, &gpu::describe_machine, &gpu::make_gpu_device}; }
+BackendEntry gpu_backend_entry() {
+    return {"cuda", &gpu::why_unavailable, &make_gpu_backend, &gpu::describe_machine, &gpu::make_gpu_device};
+}
 
 }  // namespace latent_moe

@@ -86,12 +86,14 @@ public:
 
     void produce(std::span<const FreshInput> inputs) override {
         if (inputs.size() > most_produced) {
-            throw Error(StatusCode::unsupported, fmt::format("{} inputs to produce, expected at most {}", inputs.size(), most_produced));
+            throw Error(StatusCode::unsupported,
+                        fmt::format("{} inputs to produce, expected at most {}", inputs.size(), most_produced));
         }
         std::array<Produced, most_produced> pieces{};
         for (std::size_t i = 0; i < inputs.size(); ++i) pieces[i] = {inputs[i].to, inputs[i].from, inputs[i].bytes};
         const CurrentDevice current(device_);
-        check(gpu::produce(pieces.data(), static_cast<int>(inputs.size()), multiprocessors_, stream_.get()), "producer kernel");
+        check(gpu::produce(pieces.data(), static_cast<int>(inputs.size()), multiprocessors_, stream_.get()),
+              "producer kernel");
     }
 
     double time_us(FunctionRef<void()> body) override {

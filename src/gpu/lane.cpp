@@ -20,8 +20,9 @@ constexpr std::uint32_t no_tail = 255;
 
 void require_aligned(const char* what, const ConstMatrix& matrix) {
     if (is_aligned(matrix)) return;
-    throw Error(StatusCode::invalid_argument, fmt::format("{}: rows at {} with a stride of {} bytes, expected multiples of 16 on a GPU", what,
-                                                          static_cast<const void*>(matrix.data), matrix.stride_bytes()));
+    throw Error(StatusCode::invalid_argument,
+                fmt::format("{}: rows at {} with a stride of {} bytes, expected multiples of 16 on a GPU", what,
+                            static_cast<const void*>(matrix.data), matrix.stride_bytes()));
 }
 
 OwnRows own_rows(std::span<const TokenRange> own) {
@@ -33,7 +34,9 @@ OwnRows own_rows(std::span<const TokenRange> own) {
     return rows;
 }
 
-std::int64_t bytes_of_rows(const ConstMatrix& matrix) noexcept { return matrix.rows * matrix.row_bytes(); }
+std::int64_t bytes_of_rows(const ConstMatrix& matrix) noexcept {
+    return matrix.rows * matrix.row_bytes();
+}
 
 /// Of what all ranks own together, as every rank counts it, whatever its own part is.
 std::int64_t bytes_of_rows(const ConstMatrix& matrix, std::span<const TokenRange> own) noexcept {
@@ -123,7 +126,8 @@ void GpuLane::all_reduce_norm(Step step, const ConstMatrix& in, const void* gamm
     require_aligned(name(step), in);
     require_aligned(name(step), out);
     // As many rows at a time as a slot holds.
-    const std::int64_t slot_rows = parts_.exchange.slot_bytes / all_reduce_slot_bytes(world_, 1, 8, in.columns, in.dtype) * 8;
+    const std::int64_t slot_rows =
+        parts_.exchange.slot_bytes / all_reduce_slot_bytes(world_, 1, 8, in.columns, in.dtype) * 8;
     std::int64_t first = 0;
     do {
         const std::int64_t count = std::min(slot_rows, in.rows - first);
@@ -159,7 +163,8 @@ void GpuLane::reduce_scatter(Step step, const ConstMatrix& in, std::span<const T
     check(bulk ? bulk_reduce_scatter(op, parts_.bulk, stream_) : gpu::reduce_scatter(op, stream_), "reduce-scatter kernel");
 }
 
-void GpuLane::reduce_scatter_norm(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const void* gamma, const Matrix& out) {
+void GpuLane::reduce_scatter_norm(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const void* gamma,
+                                  const Matrix& out) {
     reduce_scatter(step, in, own, out);
     if (gamma != nullptr) normalise(gamma, out, out);
 }
@@ -198,8 +203,10 @@ void GpuLane::normalise(const void* gamma, const ConstMatrix& in, const Matrix& 
           "norm kernel");
 }
 
-void GpuLane::project(const ConstMatrix& x, const PackedLayer& layer, WeightPart part, const Epilogue& epilogue, const Matrix& out) {
-    parts_.product->run(x, static_cast<const GpuPackedLayer&>(layer).weights(part), epilogue, out, parts_.spare.row_range(0, out.rows), stream_);
+void GpuLane::project(const ConstMatrix& x, const PackedLayer& layer, WeightPart part, const Epilogue& epilogue,
+                      const Matrix& out) {
+    parts_.product->run(x, static_cast<const GpuPackedLayer&>(layer).weights(part), epilogue, out,
+                        parts_.spare.row_range(0, out.rows), stream_);
 }
 
 void GpuLane::add(const ConstMatrix& a, const ConstMatrix& b, const ConstMatrix& prefix, const Matrix& out) {

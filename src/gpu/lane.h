@@ -17,17 +17,18 @@ namespace latent_moe::gpu {
 class GpuLane final : public Lane {
 public:
     struct Parts {
-        Exchange exchange = {};        ///< without a peer window its world is 0
-        Bulk bulk;                     ///< behind the mailboxes in the window
+        Exchange exchange = {};                    ///< without a peer window its world is 0
+        Bulk bulk;                                 ///< behind the mailboxes in the window
         std::int64_t bulk_from_bytes = INT64_MAX;  ///< summands at least this large go in bulk
-        int max_ctas = 64;             ///< of a kernel that waits for peers
-        NcclExchange* nccl = nullptr;  ///< null: everything goes through the window
-        std::int64_t nccl_from_bytes = 0;  ///< summands at least this large go through NCCL
-        Product* product = nullptr;    ///< null on a lane that only reduces
-        Matrix spare;                  ///< [block tokens, hidden]
+        int max_ctas = 64;                         ///< of a kernel that waits for peers
+        NcclExchange* nccl = nullptr;              ///< null: everything goes through the window
+        std::int64_t nccl_from_bytes = 0;          ///< summands at least this large go through NCCL
+        Product* product = nullptr;                ///< null on a lane that only reduces
+        Matrix spare;                              ///< [block tokens, hidden]
     };
 
-    GpuLane(const Shape& shape, int rank, int world, const Parts& parts) : shape_(shape), rank_(rank), world_(world), parts_(parts) {}
+    GpuLane(const Shape& shape, int rank, int world, const Parts& parts)
+        : shape_(shape), rank_(rank), world_(world), parts_(parts) {}
 
     void set_call(cudaStream_t stream, const CallIdentity& identity) noexcept;
     cudaStream_t stream() const noexcept { return stream_; }
@@ -39,7 +40,8 @@ public:
     void reduce_scatter_norm(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const void* gamma,
                              const Matrix& out) override;
     void all_gather(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out) override;
-    void project(const ConstMatrix& x, const PackedLayer& layer, WeightPart part, const Epilogue& epilogue, const Matrix& out) override;
+    void project(const ConstMatrix& x, const PackedLayer& layer, WeightPart part, const Epilogue& epilogue,
+                 const Matrix& out) override;
     void add(const ConstMatrix& a, const ConstMatrix& b, const ConstMatrix& prefix, const Matrix& out) override;
     void copy(const ConstMatrix& in, const Matrix& out) override;
     void fill_zero(const Matrix& out) override;

@@ -11,7 +11,9 @@
 namespace latent_moe::gpu {
 namespace {
 
-std::string version_text(int version) { return fmt::format("{}.{}", version / 1000, version % 1000 / 10); }
+std::string version_text(int version) {
+    return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
+}
 
 std::string why_no_device() {
     int count = 0;
@@ -24,7 +26,8 @@ std::string why_no_device() {
     if (error == cudaErrorInsufficientDriver) {
         int version = 0;
         static_cast<void>(cudaDriverGetVersion(&version));
-        return fmt::format("the driver supports CUDA {}, expected {} or newer", version_text(version), version_text(CUDART_VERSION));
+        return fmt::format("the driver supports CUDA {}, expected {} or newer", version_text(version),
+                           version_text(CUDART_VERSION));
     }
     if (error == cudaSuccess || error == cudaErrorNoDevice) return "the CUDA driver finds no GPU";
     return fmt::format("cudaGetDeviceCount: {}", cudaGetErrorString(error));
@@ -49,8 +52,9 @@ std::string why_unavailable() {
     try {
         const CurrentDevice first(0);
         if (has_code_for_device() != cudaSuccess) {
-            return fmt::format("this build has code for architectures {}, but {} is compute capability {}.{}", LATENT_MOE_CUDA_ARCHITECTURES,
-                               properties_of(0).name, attribute(cudaDevAttrComputeCapabilityMajor, 0),
+            return fmt::format("this build has code for architectures {}, but {} is compute capability {}.{}",
+                               LATENT_MOE_CUDA_ARCHITECTURES, properties_of(0).name,
+                               attribute(cudaDevAttrComputeCapabilityMajor, 0),
                                attribute(cudaDevAttrComputeCapabilityMinor, 0));
         }
     } catch (const Error& error) {
@@ -61,7 +65,8 @@ std::string why_unavailable() {
 
 std::vector<std::string> describe_machine() {
     std::vector<std::string> lines;
-    lines.push_back(fmt::format("built for: architectures {}, CUDA {}", LATENT_MOE_CUDA_ARCHITECTURES, version_text(CUDART_VERSION)));
+    lines.push_back(
+        fmt::format("built for: architectures {}, CUDA {}", LATENT_MOE_CUDA_ARCHITECTURES, version_text(CUDART_VERSION)));
     if (const std::string reason = why_no_device(); reason.empty()) {
         try {
             int count = 0;
@@ -71,9 +76,10 @@ std::vector<std::string> describe_machine() {
             lines.push_back(fmt::format("driver: CUDA {}", version_text(driver)));
             for (int device = 0; device < count; ++device) {
                 const cudaDeviceProp properties = properties_of(device);
-                lines.push_back(fmt::format("device {}: {}, compute capability {}.{}, {} multiprocessors, {:.0f} GiB, L2 {} MiB", device,
-                                            properties.name, properties.major, properties.minor, properties.multiProcessorCount,
-                                            static_cast<double>(properties.totalGlobalMem) / (1 << 30), properties.l2CacheSize >> 20));
+                lines.push_back(
+                    fmt::format("device {}: {}, compute capability {}.{}, {} multiprocessors, {:.0f} GiB, L2 {} MiB", device,
+                                properties.name, properties.major, properties.minor, properties.multiProcessorCount,
+                                static_cast<double>(properties.totalGlobalMem) / (1 << 30), properties.l2CacheSize >> 20));
             }
             for (int from = 0; from < count; ++from) {
                 for (int to = 0; to < count; ++to) {
@@ -83,7 +89,8 @@ std::vector<std::string> describe_machine() {
                     check(cudaDeviceCanAccessPeer(&possible, from, to), "cudaDeviceCanAccessPeer");
                     static_cast<void>(cudaDeviceGetP2PAttribute(&rank, cudaDevP2PAttrPerformanceRank, from, to));
                     lines.push_back(fmt::format("link {} to {}: {}", from, to,
-                                                possible == 0 ? std::string("no peer access") : fmt::format("peer access, performance rank {}", rank)));
+                                                possible == 0 ? std::string("no peer access")
+                                                              : fmt::format("peer access, performance rank {}", rank)));
                 }
             }
         } catch (const Error& error) {
@@ -98,8 +105,9 @@ std::vector<std::string> describe_machine() {
     if (!nccl_table.missing.empty()) {
         lines.push_back(fmt::format("NCCL: {}", nccl_table.missing));
     } else {
-        lines.push_back(fmt::format("NCCL: {}{}", nccl_table.version_text(),
-                                    nccl_table.window_missing.empty() ? "" : fmt::format(", no peer windows ({})", nccl_table.window_missing)));
+        lines.push_back(fmt::format(
+            "NCCL: {}{}", nccl_table.version_text(),
+            nccl_table.window_missing.empty() ? "" : fmt::format(", no peer windows ({})", nccl_table.window_missing)));
     }
     return lines;
 }
@@ -111,13 +119,14 @@ Machine cost_constants(int device, int sharing) {
     const double memory = static_cast<double>(attribute(cudaDevAttrGlobalMemoryBusWidth, device)) *
                           static_cast<double>(attribute(cudaDevAttrMemoryClockRate, device)) / (6144.0 * 3.201e6);
     const double share = 1.0 / sharing;
-    return {.description = fmt::format("{}{}", properties.name, sharing > 1 ? fmt::format(" shared by {} ranks", sharing) : ""),
-            .memory_bytes_per_us = 4.49e6 * memory * share,
-            .flops_per_us = 700e6 * multiprocessors * share,
-            .wire_bytes_per_us = 220e3 * share,
-            .hop_us = 1.0,
-            .launch_us = 1.5,
-            .collective_us = 1.0};
+    return {
+        .description = fmt::format("{}{}", properties.name, sharing > 1 ? fmt::format(" shared by {} ranks", sharing) : ""),
+        .memory_bytes_per_us = 4.49e6 * memory * share,
+        .flops_per_us = 700e6 * multiprocessors * share,
+        .wire_bytes_per_us = 220e3 * share,
+        .hop_us = 1.0,
+        .launch_us = 1.5,
+        .collective_us = 1.0};
 }
 
 }  // namespace latent_moe::gpu

@@ -17,7 +17,8 @@ bool is_capturing(cudaStream_t stream) {
 
 }  // namespace
 
-NcclCommunicator::NcclCommunicator(const Bootstrap& bootstrap, int device, int timeout_ms) : device_(device), timeout_(timeout_ms) {
+NcclCommunicator::NcclCommunicator(const Bootstrap& bootstrap, int device, int timeout_ms)
+    : device_(device), timeout_(timeout_ms) {
     ncclUniqueId id{};
     together(bootstrap, "NCCL", [&] {
         started_ = make_event();

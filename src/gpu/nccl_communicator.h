@@ -25,7 +25,8 @@ public:
 
     ncclComm_t get() const noexcept { return comm_; }
 
-    /// Around the operations of one call, on the call's stream. A stream that captures is not watched: its work is not in flight.
+    /// Around the operations of one call, on the call's stream. A stream that captures is not watched: its work is not in
+    /// flight.
     void before(cudaStream_t stream);
     void after(cudaStream_t stream);
 

@@ -19,8 +19,12 @@ ncclDataType_t type_of(Dtype dtype) {
     }
 }
 
-bool is_contiguous(const ConstMatrix& matrix) { return matrix.stride == matrix.columns; }
-std::size_t elements(const ConstMatrix& matrix) { return static_cast<std::size_t>(matrix.rows * matrix.columns); }
+bool is_contiguous(const ConstMatrix& matrix) {
+    return matrix.stride == matrix.columns;
+}
+std::size_t elements(const ConstMatrix& matrix) {
+    return static_cast<std::size_t>(matrix.rows * matrix.columns);
+}
 
 void copy(const ConstMatrix& from, const Matrix& to, cudaStream_t stream) {
     check(copy_rows(rows_of(from), writable(to), from.rows, from.columns, from.dtype, stream), "copy kernel");
@@ -44,7 +48,8 @@ private:
 
 }  // namespace
 
-NcclExchange::NcclExchange(NcclCommunicator& communicator, const Shape& shape, int rank, int world, std::int64_t block_tokens)
+NcclExchange::NcclExchange(NcclCommunicator& communicator, const Shape& shape, int rank, int world,
+                           std::int64_t block_tokens)
     : communicator_(communicator), shape_(shape), rank_(rank), world_(world), block_tokens_(block_tokens) {
     acquire_workspace();
 }
@@ -73,7 +78,8 @@ void NcclExchange::all_reduce(const ConstMatrix& in, const Matrix& out, cudaStre
         const ConstMatrix from = is_contiguous(in) ? in : staged;
         const Matrix to = is_contiguous(out) ? out : staged;
         communicator_.before(stream);
-        check(nccl().AllReduce(from.data, to.data, elements(from), type_of(in.dtype), ncclSum, communicator_.get(), stream), "ncclAllReduce");
+        check(nccl().AllReduce(from.data, to.data, elements(from), type_of(in.dtype), ncclSum, communicator_.get(), stream),
+              "ncclAllReduce");
         communicator_.after(stream);
         if (to.data != out.data) copy(to, out, stream);
         return;
@@ -87,7 +93,8 @@ void NcclExchange::all_reduce(const ConstMatrix& in, const Matrix& out, cudaStre
     all_gather(sum, own, out, stream);
 }
 
-void NcclExchange::reduce_scatter(const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out, cudaStream_t stream) {
+void NcclExchange::reduce_scatter(const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out,
+                                  cudaStream_t stream) {
     const TokenRange mine = own[static_cast<std::size_t>(rank_)];
     const auto block = static_cast<std::size_t>(mine.count * in.row_bytes());
     std::array<ConstMatrix, max_world> parts;
@@ -105,10 +112,11 @@ void NcclExchange::reduce_scatter(const ConstMatrix& in, std::span<const TokenRa
     for (int peer = 0; peer < world_; ++peer) {
         if (peer == rank_) continue;
         const ConstMatrix& part = parts[static_cast<std::size_t>(peer)];
-        if (part.rows > 0) check(nccl().Send(part.data, elements(part), type_of(in.dtype), peer, communicator_.get(), stream), "ncclSend");
+        if (part.rows > 0)
+            check(nccl().Send(part.data, elements(part), type_of(in.dtype), peer, communicator_.get(), stream), "ncclSend");
         if (mine.count > 0) {
-            check(nccl().Recv(received_.get() + static_cast<std::size_t>(peer) * block, block / bytes_of(in.dtype), type_of(in.dtype), peer,
-                              communicator_.get(), stream),
+            check(nccl().Recv(received_.get() + static_cast<std::size_t>(peer) * block, block / bytes_of(in.dtype),
+                              type_of(in.dtype), peer, communicator_.get(), stream),
                   "ncclRecv");
         }
     }
@@ -123,12 +131,14 @@ void NcclExchange::reduce_scatter(const ConstMatrix& in, std::span<const TokenRa
     check(sum_rows(sum, stream), "sum kernel");
 }
 
-void NcclExchange::all_gather(const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out, cudaStream_t stream) {
+void NcclExchange::all_gather(const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out,
+                              cudaStream_t stream) {
     const TokenRange mine = own[static_cast<std::size_t>(rank_)];
     std::array<Matrix, max_world> parts;  // where each rank's rows are sent from or received
     std::int64_t staged = 0;
     for (std::size_t peer = 0; peer < own.size(); ++peer) {
-        parts[peer] = is_contiguous(out) ? out.row_range(own[peer].first, own[peer].count) : staging(out, staged, own[peer].count);
+        parts[peer] =
+            is_contiguous(out) ? out.row_range(own[peer].first, own[peer].count) : staging(out, staged, own[peer].count);
         staged += own[peer].count;
     }
     const Matrix& sent = parts[static_cast<std::size_t>(rank_)];
@@ -138,8 +148,11 @@ void NcclExchange::all_gather(const ConstMatrix& in, std::span<const TokenRange>
     for (int peer = 0; peer < world_; ++peer) {
         if (peer == rank_) continue;
         const Matrix& theirs = parts[static_cast<std::size_t>(peer)];
-        if (mine.count > 0) check(nccl().Send(sent.data, elements(sent), type_of(in.dtype), peer, communicator_.get(), stream), "ncclSend");
-        if (theirs.rows > 0) check(nccl().Recv(theirs.data, elements(theirs), type_of(in.dtype), peer, communicator_.get(), stream), "ncclRecv");
+        if (mine.count > 0)
+            check(nccl().Send(sent.data, elements(sent), type_of(in.dtype), peer, communicator_.get(), stream), "ncclSend");
+        if (theirs.rows > 0)
+            check(nccl().Recv(theirs.data, elements(theirs), type_of(in.dtype), peer, communicator_.get(), stream),
+                  "ncclRecv");
     }
     group.end();
     communicator_.after(stream);

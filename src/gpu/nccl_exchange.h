@@ -1,5 +1,5 @@
-// The collectives where ranks have no peer window, or are so large that NCCL moves them faster: NCCL carries the bytes, the sums
-// stay ours. A sum of two summands has only one order, so two ranks use NCCL's own all-reduce.
+// The collectives where ranks have no peer window, or are so large that NCCL moves them faster: NCCL carries the bytes, the
+// sums stay ours. A sum of two summands has only one order, so two ranks use NCCL's own all-reduce.
 //
 //     all-reduce = reduce-scatter by rows (send and receive, then Σ in rank order) + all-gather by rows
 //

@@ -50,12 +50,15 @@ public:
             const std::size_t part = std::min(most_bytes, bytes - done);
             std::byte* own = buffer_.get();
             std::byte* all = own + most_bytes;
-            check(cudaMemcpyAsync(own, static_cast<const std::byte*>(send) + done, part, cudaMemcpyHostToDevice, stream_.get()), "cudaMemcpyAsync");
+            check(cudaMemcpyAsync(own, static_cast<const std::byte*>(send) + done, part, cudaMemcpyHostToDevice,
+                                  stream_.get()),
+                  "cudaMemcpyAsync");
             check(nccl().AllGather(own, all, part, ncclUint8, comm_, stream_.get()), "ncclAllGather");
             wait();
             for (int rank = 0; rank < world_; ++rank) {
                 check(cudaMemcpyAsync(static_cast<std::byte*>(received) + static_cast<std::size_t>(rank) * bytes + done,
-                                      all + static_cast<std::size_t>(rank) * part, part, cudaMemcpyDeviceToHost, stream_.get()),
+                                      all + static_cast<std::size_t>(rank) * part, part, cudaMemcpyDeviceToHost,
+                                      stream_.get()),
                       "cudaMemcpyAsync");
             }
             check(cudaStreamSynchronize(stream_.get()), "cudaMemcpyAsync");
@@ -73,7 +76,8 @@ private:
             if (state != cudaErrorNotReady) check(state, "ncclAllGather");
             if (std::chrono::steady_clock::now() > deadline) {
                 broken_ = true;
-                throw Error(StatusCode::timeout, fmt::format("bootstrap over NCCL: a rank did not arrive within {} ms", timeout_.count()));
+                throw Error(StatusCode::timeout,
+                            fmt::format("bootstrap over NCCL: a rank did not arrive within {} ms", timeout_.count()));
             }
             std::this_thread::sleep_for(std::chrono::microseconds(20));
         }
@@ -96,7 +100,9 @@ Bootstrap nccl_ranks(void* communicator, int timeout_ms) {
     if (communicator == nullptr) throw Error(StatusCode::invalid_argument, "the NCCL communicator is null");
     const auto duplicate = std::make_shared<Duplicate>(static_cast<ncclComm_t>(communicator), timeout_ms);
     Bootstrap bootstrap{.rank = duplicate->rank(), .world = duplicate->world()};
-    bootstrap.all_gather_bytes = [duplicate](const void* send, void* received, std::size_t bytes) { duplicate->all_gather(send, received, bytes); };
+    bootstrap.all_gather_bytes = [duplicate](const void* send, void* received, std::size_t bytes) {
+        duplicate->all_gather(send, received, bytes);
+    };
     return bootstrap;
 }
 

@@ -33,7 +33,8 @@ NcclWindow::NcclWindow(ncclComm_t comm, int world, std::size_t bytes) : comm_(co
     const int reachable = device_comm.lsaSize;
     static_cast<void>(destroy(comm, &device_comm));
     if (reachable != world) {
-        missing_ = "only " + std::to_string(reachable) + " of " + std::to_string(world) + " ranks can address each other's memory";
+        missing_ =
+            "only " + std::to_string(reachable) + " of " + std::to_string(world) + " ranks can address each other's memory";
         return;
     }
     const DeviceMemory addresses(static_cast<std::size_t>(world) * sizeof(void*), "peer addresses");
@@ -41,7 +42,8 @@ NcclWindow::NcclWindow(ncclComm_t comm, int world, std::size_t bytes) : comm_(co
     resolve<<<1, 1, 0, stream.get()>>>(window_, world, reinterpret_cast<void**>(addresses.get()));
     check(cudaGetLastError(), "peer address kernel");
     bases_.resize(static_cast<std::size_t>(world));
-    check(cudaMemcpyAsync(bases_.data(), addresses.get(), addresses.bytes(), cudaMemcpyDeviceToHost, stream.get()), "cudaMemcpyAsync");
+    check(cudaMemcpyAsync(bases_.data(), addresses.get(), addresses.bytes(), cudaMemcpyDeviceToHost, stream.get()),
+          "cudaMemcpyAsync");
     check(cudaStreamSynchronize(stream.get()), "peer address kernel");
 }
 

@@ -12,8 +12,8 @@ namespace latent_moe::gpu {
 /// Registered with NCCL as a symmetric window. Made and released collectively.
 class NcclWindow {
 public:
-    /// The communicator's device is current. Afterwards `missing()` says why there is no window, if there is none: ranks that are
-    /// not all in one peer domain, or a NCCL without a device API.
+    /// The communicator's device is current. Afterwards `missing()` says why there is no window, if there is none: ranks
+    /// that are not all in one peer domain, or a NCCL without a device API.
     NcclWindow(ncclComm_t comm, int world, std::size_t bytes);
     ~NcclWindow();
     NcclWindow(const NcclWindow&) = delete;

@@ -8,11 +8,14 @@ namespace latent_moe::gpu {
 namespace {
 
 /// Whether every value of `from` is one of `to`.
-bool holds(Dtype to, Dtype from) { return to == from || to == Dtype::f32 || from == Dtype::e4m3; }
+bool holds(Dtype to, Dtype from) {
+    return to == from || to == Dtype::f32 || from == Dtype::e4m3;
+}
 
 }  // namespace
 
-GpuPackedLayer::GpuPackedLayer(const Shape& shape, const Wish& wish, const WeightView& view, const void* gamma, cudaStream_t stream)
+GpuPackedLayer::GpuPackedLayer(const Shape& shape, const Wish& wish, const WeightView& view, const void* gamma,
+                               cudaStream_t stream)
     : shape_(shape),
       wish_(wish),
       dtype_(holds(shape.activations, view.dtype) ? shape.activations : Dtype::f32),
@@ -46,22 +49,27 @@ void GpuPackedLayer::upload(const WeightView& view, std::int64_t first_of_view, 
     const auto* from = static_cast<const std::byte*>(view.data) + static_cast<std::size_t>(first_of_view) * pitch;
     const auto rows = static_cast<std::size_t>(to.count);
     const auto copy = [&](std::byte* destination) {
-        check(cudaMemcpy2DAsync(destination, width, from, pitch, width, rows, cudaMemcpyDefault, stream), "copy of W_up to the device");
+        check(cudaMemcpy2DAsync(destination, width, from, pitch, width, rows, cudaMemcpyDefault, stream),
+              "copy of W_up to the device");
     };
     if (view.dtype == dtype_) return copy(plain_row(to.first));
     const DeviceMemory staging(rows * width, "W_up as given");
     copy(staging.get());
-    check(widen_rows({staging.get()}, view.dtype, plain_row(to.first), dtype_, to.count, shape_.latent, stream), "widening kernel");
+    check(widen_rows({staging.get()}, view.dtype, plain_row(to.first), dtype_, to.count, shape_.latent, stream),
+          "widening kernel");
     check(cudaStreamSynchronize(stream), "widening kernel");
 }
 
-bool GpuPackedLayer::packable(std::int64_t rows) const noexcept { return dtype_ == shape_.activations && dtype_ != Dtype::f32 && rows % 8 == 0; }
+bool GpuPackedLayer::packable(std::int64_t rows) const noexcept {
+    return dtype_ == shape_.activations && dtype_ != Dtype::f32 && rows % 8 == 0;
+}
 
 void GpuPackedLayer::complete(cudaStream_t stream) {
     lacks_rows_ = false;
     const auto packed = [&](std::int64_t first, std::int64_t rows) {
         DeviceMemory memory(static_cast<std::size_t>(PackedLayout{rows, shape_.latent}.bytes()), "packed W_up");
-        check(pack_weights({.w = {plain_row(first)}, .rows = rows, .latent = shape_.latent, .packed = memory.get()}, stream), "packing kernel");
+        check(pack_weights({.w = {plain_row(first)}, .rows = rows, .latent = shape_.latent, .packed = memory.get()}, stream),
+              "packing kernel");
         return memory;
     };
     if (packable(stored_)) packed_ = packed(first_stored_, stored_);

@@ -3,9 +3,9 @@
 //     packed   (packed_layout.h)  products of up to 64 tokens; 16-bit weights only
 //     plain    contiguous rows    larger products through cuBLASLt, and every product in float32
 //
-// Both are kept where both are used: a plain copy is dropped in a context whose calls never exceed 64 tokens. Elements are of the
-// activations' dtype where that holds every weight (e4m3 fits all), of float32 otherwise. The whole W_up and the rank's shard
-// share their memory wherever a shard begins at a tile.
+// Both are kept where both are used: a plain copy is dropped in a context whose calls never exceed 64 tokens. Elements are
+// of the activations' dtype where that holds every weight (e4m3 fits all), of float32 otherwise. The whole W_up and the
+// rank's shard share their memory wherever a shard begins at a tile.
 #pragma once
 
 #include <cstddef>
@@ -25,16 +25,16 @@ struct ProductWeights {
     const std::byte* plain;   ///< null: there is no plain form
     Dtype dtype;
     std::int64_t rows;
-    float scale;               ///< of the layer and the shape together
-    const float* row_scales;   ///< on the device; may be null
+    float scale;              ///< of the layer and the shape together
+    const float* row_scales;  ///< on the device; may be null
 };
 
 class GpuPackedLayer final : public PackedLayer {
 public:
     struct Wish {
-        TokenRange own;   ///< rows of W_up that belong to this rank
-        bool whole;       ///< keep all `hidden` rows
-        bool plain;       ///< larger products will be asked for
+        TokenRange own;  ///< rows of W_up that belong to this rank
+        bool whole;      ///< keep all `hidden` rows
+        bool plain;      ///< larger products will be asked for
     };
 
     GpuPackedLayer(const Shape& shape, const Wish& wish, const WeightView& view, const void* gamma, cudaStream_t stream);
@@ -45,7 +45,8 @@ public:
     const void* gamma() const noexcept { return gamma_.get(); }
     bool needs_float32_sums() const noexcept { return dtype_ != shape_.activations || row_scales_.get() != nullptr; }
 
-    /// Whether other ranks' rows are still missing; `plain_rows` and `row_scales` are then to be filled in, and `complete` called.
+    /// Whether other ranks' rows are still missing; `plain_rows` and `row_scales` are then to be filled in, and `complete`
+    /// called.
     bool lacks_rows() const noexcept { return lacks_rows_; }
     TokenRange own_rows() const noexcept { return wish_.own; }
     std::byte* plain_row(std::int64_t row) const noexcept;  ///< of the whole W_up

@@ -15,7 +15,8 @@ constexpr std::int64_t most_float32_rows = 1024;
 
 }  // namespace
 
-Product::Product(const Shape& shape, const Bootstrap& bootstrap, std::int64_t block_tokens, const std::vector<std::int64_t>& widths)
+Product::Product(const Shape& shape, const Bootstrap& bootstrap, std::int64_t block_tokens,
+                 const std::vector<std::int64_t>& widths)
     : shape_(shape), widths_(widths), float32_rows_(std::min(block_tokens, most_float32_rows)), gemm_(shape.latent) {
     const std::int64_t least = shape.activations == Dtype::f32 ? 1 : skinny_tokens + 1;
     gemm_.choose(bootstrap, widths, least, block_tokens, shape.activations);
@@ -51,8 +52,8 @@ void Product::release_workspace() noexcept {
     widened_ = {};
 }
 
-void Product::run(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out, const Matrix& spare,
-                  cudaStream_t stream) {
+void Product::run(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out,
+                  const Matrix& spare, cudaStream_t stream) {
     if (out.rows == 0) return;
     const bool aligned = is_aligned(x) && is_aligned(out) && is_aligned(epilogue.addend) && is_aligned(epilogue.prefix);
     if (out.rows <= skinny_tokens && weights.packed != nullptr && aligned) {
@@ -71,8 +72,10 @@ void Product::run(const ConstMatrix& x, const ProductWeights& weights, const Epi
               "projection kernel");
         return;
     }
-    if (weights.plain == nullptr) throw Error(StatusCode::unsupported, "rows that are not aligned to 16 bytes need max_tokens above 64");
-    if (weights.dtype != shape_.activations || weights.row_scales != nullptr) return run_in_float32(x, weights, epilogue, out, stream);
+    if (weights.plain == nullptr)
+        throw Error(StatusCode::unsupported, "rows that are not aligned to 16 bytes need max_tokens above 64");
+    if (weights.dtype != shape_.activations || weights.row_scales != nullptr)
+        return run_in_float32(x, weights, epilogue, out, stream);
 
     const bool prefix_in_out = epilogue.prefix.present() && epilogue.prefix.data == out.data;
     const Matrix product = prefix_in_out ? spare.column_range(0, out.columns) : out;
@@ -90,19 +93,25 @@ void Product::run(const ConstMatrix& x, const ProductWeights& weights, const Epi
                .alpha = weights.scale},
               stream);
     if (!epilogue.prefix.present()) return;
-    check(add({.a = rows_of(product), .b = rows_of(epilogue.prefix), .y = writable(out), .tokens = out.rows, .width = out.columns, .dtype = out.dtype},
+    check(add({.a = rows_of(product),
+               .b = rows_of(epilogue.prefix),
+               .y = writable(out),
+               .tokens = out.rows,
+               .width = out.columns,
+               .dtype = out.dtype},
               stream),
           "prefix kernel");
 }
 
-void Product::run_in_float32(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out,
-                             cudaStream_t stream) {
+void Product::run_in_float32(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue,
+                             const Matrix& out, cudaStream_t stream) {
     auto* sums = reinterpret_cast<float*>(sums_.get());
     for (std::int64_t first = 0; first < out.rows; first += float32_rows_) {
         const std::int64_t count = std::min(float32_rows_, out.rows - first);
         ConstMatrix part = x.row_range(first, count);
         if (weights.dtype != part.dtype) {
-            check(widen_rows(rows_of(part), part.dtype, widened_.get(), weights.dtype, count, shape_.latent, stream), "widening kernel");
+            check(widen_rows(rows_of(part), part.dtype, widened_.get(), weights.dtype, count, shape_.latent, stream),
+                  "widening kernel");
             part = {widened_.get(), count, shape_.latent, shape_.latent, weights.dtype};
         }
         gemm_.run({.x = part.data,

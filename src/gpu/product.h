@@ -21,7 +21,8 @@ inline constexpr std::int64_t skinny_tokens = 64;
 class Product {
 public:
     /// `block_tokens`: most rows of one call. `widths`: rows of W_up that products have.
-    Product(const Shape& shape, const Bootstrap& bootstrap, std::int64_t block_tokens, const std::vector<std::int64_t>& widths);
+    Product(const Shape& shape, const Bootstrap& bootstrap, std::int64_t block_tokens,
+            const std::vector<std::int64_t>& widths);
 
     /// A layer of this kind will be multiplied by.
     void prepare(const GpuPackedLayer& layer);
@@ -31,11 +32,12 @@ public:
     std::size_t workspace_bytes() const noexcept { return gemm_.workspace_bytes() + sums_.bytes() + widened_.bytes(); }
 
     /// `spare`: [rows, hidden], used where `out` still holds the prefix.
-    void run(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out, const Matrix& spare,
-             cudaStream_t stream);
+    void run(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out,
+             const Matrix& spare, cudaStream_t stream);
 
 private:
-    void run_in_float32(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out, cudaStream_t stream);
+    void run_in_float32(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out,
+                        cudaStream_t stream);
 
     Shape shape_;
     std::vector<std::int64_t> widths_;

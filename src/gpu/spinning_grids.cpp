@@ -28,7 +28,9 @@ Registry& registry() {
     return instance;
 }
 
-int room(int multiprocessors, int reserved) { return std::max(0, multiprocessors - reserved); }
+int room(int multiprocessors, int reserved) {
+    return std::max(0, multiprocessors - reserved);
+}
 
 }  // namespace
 
@@ -39,10 +41,11 @@ GridReservation::GridReservation(int device, int ctas, int reserved_multiprocess
     const std::lock_guard lock(all.mutex);
     int& taken = all.ctas[device];
     if (taken + ctas > room(multiprocessors, reserved_multiprocessors)) {
-        throw Error(StatusCode::unavailable,
-                    fmt::format("device {} has room for {} CTAs that wait for peers ({} multiprocessors, {} reserved); other contexts have {}, "
-                                "this one needs {}",
-                                device, room(multiprocessors, reserved_multiprocessors), multiprocessors, reserved_multiprocessors, taken, ctas));
+        throw Error(StatusCode::unavailable, fmt::format("device {} has room for {} CTAs that wait for peers ({} "
+                                                         "multiprocessors, {} reserved); other contexts have {}, "
+                                                         "this one needs {}",
+                                                         device, room(multiprocessors, reserved_multiprocessors),
+                                                         multiprocessors, reserved_multiprocessors, taken, ctas));
     }
     taken += ctas;
     device_ = device;

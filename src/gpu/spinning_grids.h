@@ -1,8 +1,8 @@
 // Grids that wait for peers must all be resident together, or the one that is awaited may never start. Contexts register how
 // many such CTAs they may have on a device at once; what does not fit is refused.
 //
-// A CTA counts as a whole multiprocessor (the norm's, with 512 threads of 128 registers, fills one). Everything else that runs on
-// the device waits for nobody, so it ends and makes room.
+// A CTA counts as a whole multiprocessor (the norm's, with 512 threads of 128 registers, fills one). Everything else that
+// runs on the device waits for nobody, so it ends and makes room.
 #pragma once
 
 namespace latent_moe::gpu {

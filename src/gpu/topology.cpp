@@ -44,7 +44,8 @@ int device_of(const Options& options, int rank) {
     int count = 0;
     check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
     if (options.device >= count) {
-        throw Error(StatusCode::unavailable, fmt::format("device is {}, but this machine has {} GPUs", options.device, count));
+        throw Error(StatusCode::unavailable,
+                    fmt::format("device is {}, but this machine has {} GPUs", options.device, count));
     }
     return options.device >= 0 ? options.device : rank % count;
 }
@@ -68,14 +69,17 @@ Topology discover(const Bootstrap& bootstrap, const Options& options) {
     for (const RankPlace& place : topology.places) {
         topology.multiprocessors = std::min(topology.multiprocessors, place.multiprocessors);
         topology.one_process &= place.process == mine.process && place.host == mine.host;
-        const auto same = [&](const RankPlace& other) { return other.host == place.host && other.device_uuid == place.device_uuid; };
+        const auto same = [&](const RankPlace& other) {
+            return other.host == place.host && other.device_uuid == place.device_uuid;
+        };
         topology.sharing = std::max(topology.sharing, static_cast<int>(std::ranges::count_if(topology.places, same)));
     }
     topology.peer_access = topology.one_process;
     if (topology.one_process) {
         together(bootstrap, "peer access", [&] {
             mine.reaches_all = true;
-            for (const RankPlace& place : topology.places) mine.reaches_all &= enable_peer_access(topology.device, place.device);
+            for (const RankPlace& place : topology.places)
+                mine.reaches_all &= enable_peer_access(topology.device, place.device);
         });
         for (const RankPlace& place : gather(bootstrap, mine)) topology.peer_access &= place.reaches_all;
     }

@@ -6,12 +6,17 @@
 
 namespace latent_moe::gpu {
 
-inline ConstRows rows_of(const ConstMatrix& matrix) noexcept { return {matrix.data, matrix.stride}; }
-inline Rows writable(const Matrix& matrix) noexcept { return {matrix.data, matrix.stride}; }
+inline ConstRows rows_of(const ConstMatrix& matrix) noexcept {
+    return {matrix.data, matrix.stride};
+}
+inline Rows writable(const Matrix& matrix) noexcept {
+    return {matrix.data, matrix.stride};
+}
 
 /// Whether every row begins at a multiple of 16 bytes; an absent matrix does.
 inline bool is_aligned(const ConstMatrix& matrix) noexcept {
-    return ((reinterpret_cast<std::uintptr_t>(matrix.data) | static_cast<std::uintptr_t>(matrix.stride_bytes())) & 15U) == 0 ||
+    return ((reinterpret_cast<std::uintptr_t>(matrix.data) | static_cast<std::uintptr_t>(matrix.stride_bytes())) & 15U) ==
+               0 ||
            matrix.data == nullptr;
 }
 

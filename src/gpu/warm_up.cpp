@@ -14,7 +14,8 @@ namespace {
 
 constexpr std::int64_t rows = skinny_tokens;
 
-void load_exchanges(const Shape& shape, const GpuLane::Parts& parts, const void* gamma, std::byte* data, FaultRecord* record, cudaStream_t stream) {
+void load_exchanges(const Shape& shape, const GpuLane::Parts& parts, const void* gamma, std::byte* data, FaultRecord* record,
+                    cudaStream_t stream) {
     const DeviceMemory window(control_bytes, "loading of kernels");
     check(cudaMemsetAsync(window.get(), 0, window.bytes(), stream), "cudaMemsetAsync");
     check(cudaMemsetAsync(window.get(), 1, sizeof(Control::fault), stream), "cudaMemsetAsync");
@@ -48,15 +49,39 @@ void load_exchanges(const Shape& shape, const GpuLane::Parts& parts, const void*
     }
     OwnRows own{};
     for (int rank = 0; rank < exchange.window.world; ++rank) own.first[rank] = rank, own.count[rank] = 1;
-    check(reduce_scatter({.exchange = exchange, .x = {data}, .own = own, .y = {data}, .width = shape.latent, .dtype = dtype, .max_ctas = parts.max_ctas},
+    check(reduce_scatter({.exchange = exchange,
+                          .x = {data},
+                          .own = own,
+                          .y = {data},
+                          .width = shape.latent,
+                          .dtype = dtype,
+                          .max_ctas = parts.max_ctas},
                          stream),
           "reduce-scatter kernel");
-    check(all_gather({.exchange = exchange, .x = {data}, .own = own, .y = {data}, .width = shape.latent, .dtype = dtype, .max_ctas = parts.max_ctas},
+    check(all_gather({.exchange = exchange,
+                      .x = {data},
+                      .own = own,
+                      .y = {data},
+                      .width = shape.latent,
+                      .dtype = dtype,
+                      .max_ctas = parts.max_ctas},
                      stream),
           "all-gather kernel");
     if (parts.bulk.slot_bytes > 0) {
-        const ReduceScatter scatter{.exchange = exchange, .x = {data}, .own = own, .y = {data}, .width = shape.latent, .dtype = dtype, .max_ctas = parts.max_ctas};
-        const AllGather all{.exchange = exchange, .x = {data}, .own = own, .y = {data}, .width = shape.latent, .dtype = dtype, .max_ctas = parts.max_ctas};
+        const ReduceScatter scatter{.exchange = exchange,
+                                    .x = {data},
+                                    .own = own,
+                                    .y = {data},
+                                    .width = shape.latent,
+                                    .dtype = dtype,
+                                    .max_ctas = parts.max_ctas};
+        const AllGather all{.exchange = exchange,
+                            .x = {data},
+                            .own = own,
+                            .y = {data},
+                            .width = shape.latent,
+                            .dtype = dtype,
+                            .max_ctas = parts.max_ctas};
         check(bulk_all_reduce({.exchange = exchange,
                                .bulk = parts.bulk,
                                .x = {data},
@@ -78,9 +103,14 @@ void load_projections(const Shape& shape, std::int64_t n, const std::byte* x, st
     const DeviceMemory packed(static_cast<std::size_t>(PackedLayout{n, shape.latent}.bytes()), "loading of kernels");
     check(cudaMemsetAsync(packed.get(), 0, packed.bytes(), stream), "cudaMemsetAsync");
     for (const std::int64_t tokens : {8, 16, 32, 64}) {
-        check(skinny_projection(
-                  {.a = {x}, .packed = packed.get(), .c = {out}, .tokens = tokens, .rows = n, .latent = shape.latent, .dtype = shape.activations},
-                  stream),
+        check(skinny_projection({.a = {x},
+                                 .packed = packed.get(),
+                                 .c = {out},
+                                 .tokens = tokens,
+                                 .rows = n,
+                                 .latent = shape.latent,
+                                 .dtype = shape.activations},
+                                stream),
               "projection kernel");
     }
     check(cudaStreamSynchronize(stream), "projection kernel");
@@ -88,7 +118,8 @@ void load_projections(const Shape& shape, std::int64_t n, const std::byte* x, st
 
 }  // namespace
 
-void warm_up(const Shape& shape, const GpuLane::Parts& parts, std::int64_t shard_rows, FaultRecord* record, cudaStream_t stream) {
+void warm_up(const Shape& shape, const GpuLane::Parts& parts, std::int64_t shard_rows, FaultRecord* record,
+             cudaStream_t stream) {
     const Dtype dtype = shape.activations;
     const std::int64_t widest = std::max(shape.hidden, shape.latent);
     const std::size_t matrix_bytes = static_cast<std::size_t>(rows * widest) * sizeof(float);
@@ -101,11 +132,14 @@ void warm_up(const Shape& shape, const GpuLane::Parts& parts, std::int64_t shard
     check(add({.a = {x}, .b = {x}, .y = {y}, .tokens = 1, .width = shape.hidden, .dtype = dtype}, stream), "add kernel");
     check(fill_noise(x, dtype, rows * widest, stream), "noise kernel");
     check(widen_rows({x}, dtype, sums, Dtype::f32, 1, shape.latent, stream), "widening kernel");
-    check(finish_product({.sums = sums, .out = {y}, .tokens = 1, .width = shape.latent, .dtype = dtype}, stream), "epilogue kernel");
-    check(sum_rows({.x = {{x}}, .world = 1, .y = {y}, .tokens = 1, .width = shape.latent, .dtype = dtype}, stream), "sum kernel");
+    check(finish_product({.sums = sums, .out = {y}, .tokens = 1, .width = shape.latent, .dtype = dtype}, stream),
+          "epilogue kernel");
+    check(sum_rows({.x = {{x}}, .world = 1, .y = {y}, .tokens = 1, .width = shape.latent, .dtype = dtype}, stream),
+          "sum kernel");
     const void* gamma = shape.norm == Norm::rms ? x : nullptr;
     if (gamma != nullptr) {
-        check(rms_norm({.x = {x}, .gamma = gamma, .y = {y}, .tokens = 1, .width = shape.latent, .dtype = dtype}, stream), "norm kernel");
+        check(rms_norm({.x = {x}, .gamma = gamma, .y = {y}, .tokens = 1, .width = shape.latent, .dtype = dtype}, stream),
+              "norm kernel");
     }
     load_projections(shape, shape.hidden, x, y, stream);
     if (shard_rows != shape.hidden) load_projections(shape, shard_rows, x, y, stream);

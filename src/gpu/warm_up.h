@@ -1,5 +1,5 @@
-// Loads every kernel that a context may launch, before anything waits for a peer: the first launch of a kernel loads its code,
-// which may have to wait for the device, which would wait for a kernel that waits for this one.
+// Loads every kernel that a context may launch, before anything waits for a peer: the first launch of a kernel loads its
+// code, which may have to wait for the device, which would wait for a kernel that waits for this one.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +9,9 @@
 
 namespace latent_moe::gpu {
 
-/// Kernels that exchange are launched on a window whose fault word is set, so they leave at once; `record` gets their report.
-void warm_up(const Shape& shape, const GpuLane::Parts& parts, std::int64_t shard_rows, FaultRecord* record, cudaStream_t stream);
+/// Kernels that exchange are launched on a window whose fault word is set, so they leave at once; `record` gets their
+/// report.
+void warm_up(const Shape& shape, const GpuLane::Parts& parts, std::int64_t shard_rows, FaultRecord* record,
+             cudaStream_t stream);
 
 }  // namespace latent_moe::gpu

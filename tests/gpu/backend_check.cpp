@@ -1,10 +1,10 @@
-// Checks and times whole tails on GPUs through the public API, against core/reference.h. Ranks are threads of this process, one
-// GPU each or several on one; with MPI (backend_check_mpi under mpirun) they are processes.
+// Checks and times whole tails on GPUs through the public API, against core/reference.h. Ranks are threads of this process,
+// one GPU each or several on one; with MPI (backend_check_mpi under mpirun) they are processes.
 //
 //     backend_check [ranks=2,3,4,8] [only=TEXT] [check] [time]           default: check time
 //
-// Every case: each tail that may run, each number of tokens; eager twice, then captured and replayed with inputs that change;
-// ranks and repeats must agree in every bit. Exit status 0: all passed. The last lines are a table.
+// Every case: each tail that may run, each number of tokens; eager twice, then captured and replayed with inputs that
+// change; ranks and repeats must agree in every bit. Exit status 0: all passed. The last lines are a table.
 #include <cuda_runtime.h>
 #include <fmt/format.h>
 
@@ -43,7 +43,7 @@ struct Case {
     bool row_scales = false;
     SharedState shared = SharedState::partial;
     bool sequence_parallel = false;
-    bool strided = false;   ///< rows of inputs and outputs are not contiguous
+    bool strided = false;     ///< rows of inputs and outputs are not contiguous
     bool shard_only = false;  ///< ranks give their own rows of W_up; seal gathers the rest
     bool suspend = false;
 };
@@ -111,7 +111,9 @@ bool same_everywhere(const Bootstrap& boot, std::uint64_t value) {
     return std::ranges::all_of(all, [&](std::uint64_t other) { return other == all.front(); });
 }
 
-void meet(const Bootstrap& boot) { static_cast<void>(same_everywhere(boot, 0)); }
+void meet(const Bootstrap& boot) {
+    static_cast<void>(same_everywhere(boot, 0));
+}
 
 /// W_up of one layer, on the host.
 struct Weights {
@@ -133,19 +135,22 @@ struct Weights {
             fill_normal(view, draw_key(7, Draw::weights, layer), 1.0F / std::sqrt(static_cast<float>(c.shape.latent)));
         }
         if (c.row_scales) {
-            for (std::int64_t row = 0; row < c.shape.hidden; ++row) row_scales.push_back(0.5F + static_cast<float>(row % 13) * 0.1F);
+            for (std::int64_t row = 0; row < c.shape.hidden; ++row)
+                row_scales.push_back(0.5F + static_cast<float>(row % 13) * 0.1F);
         }
-        fill_normal({gamma.data(), 1, c.shape.latent, c.shape.latent, c.shape.activations}, draw_key(7, Draw::gamma, layer), 0.1F, 1.0F);
+        fill_normal({gamma.data(), 1, c.shape.latent, c.shape.latent, c.shape.activations}, draw_key(7, Draw::gamma, layer),
+                    0.1F, 1.0F);
     }
 
     Layer add_to(Context& context, const Case& c, std::int64_t id) const {
         const std::int64_t rows = c.shard_only ? c.shape.hidden / context.world() : c.shape.hidden;
         const std::int64_t first = c.shard_only ? rows * context.rank() : 0;
-        return context.add_layer(id, {.data = view.row(first),
-                                      .rows = rows,
-                                      .dtype = c.weights,
-                                      .scale = c.weights == Dtype::e4m3 ? 0.01F : 1.0F,
-                                      .row_scales = row_scales.empty() ? nullptr : row_scales.data() + first},
+        return context.add_layer(id,
+                                 {.data = view.row(first),
+                                  .rows = rows,
+                                  .dtype = c.weights,
+                                  .scale = c.weights == Dtype::e4m3 ? 0.01F : 1.0F,
+                                  .row_scales = row_scales.empty() ? nullptr : row_scales.data() + first},
                                  c.shape.norm == Norm::rms ? gamma.data() : nullptr);
     }
 };
@@ -233,13 +238,17 @@ int devices() {
 
 void check_rank(const Case& c, const Bootstrap& boot, Shared& shared) {
     const gpu::CurrentDevice device(boot.rank % devices());
-    Options options{.backend = "cuda", .max_tokens = std::max<std::int64_t>(1, c.tokens.back()), .timeout_ms = 8000, .keep_whole_weights = true};
+    Options options{.backend = "cuda",
+                    .max_tokens = std::max<std::int64_t>(1, c.tokens.back()),
+                    .timeout_ms = 8000,
+                    .keep_whole_weights = true};
     options.shared = c.shared;
     options.sequence_parallel = c.sequence_parallel;
     options.cpu_threads = 1;
     Context context = Context::create(c.shape, boot, options);
     std::vector<Layer> layers;
-    for (std::size_t i = 0; i < shared.weights.size(); ++i) layers.push_back(shared.weights[i].add_to(context, c, static_cast<std::int64_t>(10 + i)));
+    for (std::size_t i = 0; i < shared.weights.size(); ++i)
+        layers.push_back(shared.weights[i].add_to(context, c, static_cast<std::int64_t>(10 + i)));
     context.seal();
     if (boot.rank == 0) {
         fmt::print("{}: weights {:.1f} MB, workspace {:.1f} MB\n", c.name, static_cast<double>(context.weight_bytes()) / 1e6,
@@ -279,7 +288,8 @@ void check_rank(const Case& c, const Bootstrap& boot, Shared& shared) {
             prefix.upload(stream);
             out.poison(stream);
             if (prefix_is_out) {
-                check(cudaMemcpyAsync(out.data(), prefix.data(), prefix.host.size(), cudaMemcpyDeviceToDevice, stream), "prefix");
+                check(cudaMemcpyAsync(out.data(), prefix.data(), prefix.host.size(), cudaMemcpyDeviceToDevice, stream),
+                      "prefix");
             }
             check(cudaStreamSynchronize(stream), "inputs");
         };
@@ -301,19 +311,27 @@ void check_rank(const Case& c, const Bootstrap& boot, Shared& shared) {
             }
             const std::string where = fmt::format("{} {} M={}", c.name, name(tail), tokens);
             const auto run = [&] {
+                const auto began = std::chrono::steady_clock::now();
                 TailInput input{.routed = {routed.data(), routed.stride}, .tokens = tokens, .consume_shared = consume};
                 if (c.shared != SharedState::absent) input.shared = {partial.data(), partial.stride};
-                if (with_prefix) input.prefix = prefix_is_out ? ConstRows(out.data(), out.stride) : ConstRows(prefix.data(), prefix.stride);
+                if (with_prefix)
+                    input.prefix =
+                        prefix_is_out ? ConstRows(out.data(), out.stride) : ConstRows(prefix.data(), prefix.stride);
                 require(layer.run(tail, input, {out.data(), out.stride}, stream), where);
+                // A call only enqueues. If it took long, a launch had to wait for the device, which may be waiting for it.
+                const double took = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+                if (took > 0.2) failed(fmt::format("{}: the call itself took {:.1f} s on rank {}", where, took, boot.rank));
             };
             const auto result = [&] {
                 check(cudaStreamSynchronize(stream), where.c_str());
-                if (const auto fault = context.poll_fault()) throw Error(StatusCode::internal, fmt::format("{}: {}", where, fault->message));
+                if (const auto fault = context.poll_fault())
+                    throw Error(StatusCode::internal, fmt::format("{}: {}", where, fault->message));
                 out.download(stream);
                 return out.bits(own.count);
             };
             const auto judge = [&](std::uint64_t seed, const std::vector<std::byte>& bits, const char* how) {
-                if (!c.sequence_parallel && !same_everywhere(boot, hash_of(bits))) failed(fmt::format("{} {}: ranks differ", where, how));
+                if (!c.sequence_parallel && !same_everywhere(boot, hash_of(bits)))
+                    failed(fmt::format("{} {}: ranks differ", where, how));
                 const Reference& expected = reference(seed);
                 if (expected.exact.empty() || own.count == 0) return;  // no tokens, or the reference is another process's
                 const auto from = expected.exact.begin() + own.first * c.shape.hidden;
@@ -324,7 +342,8 @@ void check_rank(const Case& c, const Bootstrap& boot, Shared& shared) {
                 // late_reduce rounds every rank's product before the sum: that is the tail, not the backend.
                 const double allowed = tail == Tail::late_reduce ? 1.2 + 0.05 * c.world : 1.2;
                 if (!(error <= allowed * expected.chain_error + 2e-6)) {
-                    failed(fmt::format("{} {}: rank {} error {:.3g}, chain {:.3g}", where, how, boot.rank, error, expected.chain_error));
+                    failed(fmt::format("{} {}: rank {} error {:.3g}, chain {:.3g}", where, how, boot.rank, error,
+                                       expected.chain_error));
                 }
             };
 
@@ -341,7 +360,8 @@ void check_rank(const Case& c, const Bootstrap& boot, Shared& shared) {
             if (result() != first) failed(fmt::format("{}: repeat differs on rank {}", where, boot.rank));
 
             // Captured with whatever lies in the inputs, replayed with others.
-            const Graph graph(boot, stream, index % 2 == 0 ? cudaStreamCaptureModeThreadLocal : cudaStreamCaptureModeGlobal, run);
+            const Graph graph(boot, stream, index % 2 == 0 ? cudaStreamCaptureModeThreadLocal : cudaStreamCaptureModeGlobal,
+                              run);
             meet(boot);
             for (int replay = 0; replay < 3; ++replay) {
                 const std::uint64_t seed = replay == 1 ? 2 : 1;
@@ -363,7 +383,8 @@ void check_rank(const Case& c, const Bootstrap& boot, Shared& shared) {
                 ++total.cases;
                 total.worst_ratio = std::max(total.worst_ratio, ours.worst_ratio);
                 total.worst_error = std::max(total.worst_error, ours.worst_error);
-                total.milliseconds += std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+                total.milliseconds +=
+                    std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
             }
         }
     }
@@ -417,8 +438,10 @@ void time_rank(const Bootstrap& boot, const Case& c, int layer_count) {
         };
         const auto tail_call = [&](Tail tail, bool consume) {
             return [&, tail, consume](const Layer& layer) {
-                return layer.run(tail, {.routed = {routed.data()}, .shared = {partial.data()}, .tokens = tokens, .consume_shared = consume},
-                                 {out.data()}, stream);
+                return layer.run(
+                    tail,
+                    {.routed = {routed.data()}, .shared = {partial.data()}, .tokens = tokens, .consume_shared = consume},
+                    {out.data()}, stream);
             };
         };
         measure("replicated", tail_call(Tail::replicated, false));
@@ -457,9 +480,12 @@ void check_faults(const Bootstrap& boot, int only_story) {
     Tensor out(64, 512, Dtype::bf16);
     routed.upload(stream);
     shared.upload(stream);
-    const auto story = [&](const char* what, const char* expected, double most_seconds, const std::function<void(Context&, const Layer&)>& act) {
+    const auto story = [&](const char* what, const char* expected, double most_seconds,
+                           const std::function<void(Context&, const Layer&)>& act) {
         if (stories++ != only_story) return;
-        Context context = Context::create(c.shape, boot, {.backend = "cuda", .max_tokens = 64, .timeout_ms = 1000, .keep_whole_weights = true, .cpu_threads = 1});
+        Context context = Context::create(
+            c.shape, boot,
+            {.backend = "cuda", .max_tokens = 64, .timeout_ms = 1000, .keep_whole_weights = true, .cpu_threads = 1});
         const Layer layer = weights.add_to(context, c, 3);
         const Layer other = weights.add_to(context, c, 4);
         context.seal();
@@ -471,22 +497,28 @@ void check_faults(const Bootstrap& boot, int only_story) {
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
         const auto fault = context.poll_fault();
         const std::string message = fault ? fault->message : "no fault";
-        const bool one_sided = std::string(expected).starts_with("did not arrive") && boot.rank != 0;  // the other rank only says so
+        const bool one_sided =
+            std::string(expected).starts_with("did not arrive") && boot.rank != 0;  // the other rank only says so
         if (!fault || (!one_sided && message.find(expected) == std::string::npos) || seconds > most_seconds) {
             failed(fmt::format("faults: {}: rank {} after {:.2f} s: {}", what, boot.rank, seconds, message));
         } else if (boot.rank == 0) {
             fmt::print("faults: {}: {:.2f} s, {}\n", what, seconds, message);
         }
-        const Status later = layer.run({.routed = {routed.data()}, .shared = {shared.data()}, .tokens = 1}, {out.data()}, stream);
+        const Status later =
+            layer.run({.routed = {routed.data()}, .shared = {shared.data()}, .tokens = 1}, {out.data()}, stream);
         if (later.ok()) failed(fmt::format("faults: {}: rank {} may go on", what, boot.rank));
         check(cudaStreamSynchronize(stream), what);
     };
     const auto call = [&](Tail tail, const Layer& layer, std::int64_t tokens) {
-        require(layer.run(tail, {.routed = {routed.data()}, .shared = {shared.data()}, .tokens = tokens}, {out.data()}, stream), "a call");
+        require(
+            layer.run(tail, {.routed = {routed.data()}, .shared = {shared.data()}, .tokens = tokens}, {out.data()}, stream),
+            "a call");
     };
-    story("another number of tokens", "tokens", 3, [&](Context&, const Layer& layer) { call(Tail::column_parallel, layer, boot.rank == 0 ? 4 : 8); });
+    story("another number of tokens", "tokens", 3,
+          [&](Context&, const Layer& layer) { call(Tail::column_parallel, layer, boot.rank == 0 ? 4 : 8); });
     story("another layer", "layer", 3, [&](Context&, const Layer& layer) { call(Tail::replicated, layer, 4); });
-    story("another tail", "tail", 3, [&](Context&, const Layer& layer) { call(boot.rank == 0 ? Tail::replicated : Tail::column_parallel, layer, 4); });
+    story("another tail", "tail", 3,
+          [&](Context&, const Layer& layer) { call(boot.rank == 0 ? Tail::replicated : Tail::column_parallel, layer, 4); });
     story("a rank that does not come", "did not arrive", 3, [&](Context& context, const Layer& layer) {
         if (boot.rank == 0) {
             call(Tail::overlap, layer, 64);
@@ -538,21 +570,57 @@ std::vector<Case> all_cases(const std::vector<int>& worlds) {
         }
         cases.push_back(c);
         cases.push_back({.name = fmt::format("tp{} 512x256 no norm", world), .shape = plain, .world = world, .tokens = few});
-        cases.push_back({.name = fmt::format("tp{} strided", world), .shape = small, .world = world, .tokens = few, .strided = true});
-        cases.push_back({.name = fmt::format("tp{} larger than slots", world), .shape = {.hidden = 15360, .latent = 64}, .world = world, .tokens = {600}});
-        cases.push_back({.name = fmt::format("tp{} sequence-parallel", world), .shape = small, .world = world, .tokens = few, .sequence_parallel = true});
+        cases.push_back(
+            {.name = fmt::format("tp{} strided", world), .shape = small, .world = world, .tokens = few, .strided = true});
+        cases.push_back({.name = fmt::format("tp{} larger than slots", world),
+                         .shape = {.hidden = 15360, .latent = 64},
+                         .world = world,
+                         .tokens = {600}});
+        cases.push_back({.name = fmt::format("tp{} sequence-parallel", world),
+                         .shape = small,
+                         .world = world,
+                         .tokens = few,
+                         .sequence_parallel = true});
         if (world > 3) continue;
-        cases.push_back({.name = fmt::format("tp{} f16", world), .shape = half, .world = world, .tokens = few, .weights = Dtype::f16});
-        cases.push_back({.name = fmt::format("tp{} f32", world), .shape = single, .world = world, .tokens = few, .weights = Dtype::f32});
-        cases.push_back({.name = fmt::format("tp{} e4m3 row scales", world), .shape = small, .world = world, .tokens = few, .weights = Dtype::e4m3, .row_scales = true});
-        cases.push_back({.name = fmt::format("tp{} f32 weights", world), .shape = small, .world = world, .tokens = few, .weights = Dtype::f32});
-        cases.push_back({.name = fmt::format("tp{} shared reduced", world), .shape = small, .world = world, .tokens = few, .shared = SharedState::reduced});
-        cases.push_back({.name = fmt::format("tp{} no shared", world), .shape = small, .world = world, .tokens = few, .shared = SharedState::absent});
+        cases.push_back(
+            {.name = fmt::format("tp{} f16", world), .shape = half, .world = world, .tokens = few, .weights = Dtype::f16});
+        cases.push_back(
+            {.name = fmt::format("tp{} f32", world), .shape = single, .world = world, .tokens = few, .weights = Dtype::f32});
+        cases.push_back({.name = fmt::format("tp{} e4m3 row scales", world),
+                         .shape = small,
+                         .world = world,
+                         .tokens = few,
+                         .weights = Dtype::e4m3,
+                         .row_scales = true});
+        cases.push_back({.name = fmt::format("tp{} f32 weights", world),
+                         .shape = small,
+                         .world = world,
+                         .tokens = few,
+                         .weights = Dtype::f32});
+        cases.push_back({.name = fmt::format("tp{} shared reduced", world),
+                         .shape = small,
+                         .world = world,
+                         .tokens = few,
+                         .shared = SharedState::reduced});
+        cases.push_back({.name = fmt::format("tp{} no shared", world),
+                         .shape = small,
+                         .world = world,
+                         .tokens = few,
+                         .shared = SharedState::absent});
         if (world == 2) {
-            cases.push_back({.name = "tp2 shards given", .shape = small, .world = world, .tokens = few, .row_scales = true, .shard_only = true, .suspend = true});
+            cases.push_back({.name = "tp2 shards given",
+                             .shape = small,
+                             .world = world,
+                             .tokens = few,
+                             .row_scales = true,
+                             .shard_only = true,
+                             .suspend = true});
             cases.push_back({.name = "tp2 blocks", .shape = small, .world = world, .tokens = {4096, 4097, 9001}});
             cases.push_back({.name = "tp2 max 64", .shape = small, .world = world, .tokens = {1, 8, 33, 64}});
-            cases.push_back({.name = "tp2 kimi-k3", .shape = *shape_preset("kimi-k3"), .world = world, .tokens = {1, 8, 16, 64, 65, 257}});
+            cases.push_back({.name = "tp2 kimi-k3",
+                             .shape = *shape_preset("kimi-k3"),
+                             .world = world,
+                             .tokens = {1, 8, 16, 64, 65, 257}});
         }
         if (world == 1) cases.back().world = 1;
     }
@@ -564,7 +632,8 @@ std::vector<Case> all_cases(const std::vector<int>& worlds) {
 
 using Runner = std::function<void(int world, const std::function<void(const Bootstrap&)>&)>;
 
-int run_all(int argc, char** argv, const std::vector<int>& default_worlds, bool prints, bool has_fresh_ranks, const Runner& runner) {
+int run_all(int argc, char** argv, const std::vector<int>& default_worlds, bool prints, bool has_fresh_ranks,
+            const Runner& runner) {
     std::vector<int> worlds = default_worlds;
     std::string only;
     bool checks = false;
@@ -573,7 +642,8 @@ int run_all(int argc, char** argv, const std::vector<int>& default_worlds, bool 
         const std::string argument = argv[i];
         if (argument.starts_with("ranks=")) {
             worlds.clear();
-            for (const char* at = argv[i] + 6; *at != '\0'; at += *at == ',') worlds.push_back(static_cast<int>(std::strtol(at, const_cast<char**>(&at), 10)));
+            for (const char* at = argv[i] + 6; *at != '\0'; at += *at == ',')
+                worlds.push_back(static_cast<int>(std::strtol(at, const_cast<char**>(&at), 10)));
         } else if (argument.starts_with("only=")) {
             only = argument.substr(5);
         } else if (argument == "check") {
@@ -595,10 +665,11 @@ int run_all(int argc, char** argv, const std::vector<int>& default_worlds, bool 
         }
         for (const auto& [tail, outcome] : shared.outcomes) {
             if (outcome.cases == 0) continue;
-            table.push_back(fmt::format("{:<24} {:<16} {:>3} checked  error {:.2e}  of the chain's {:.3f}", c.name, tail, outcome.cases, outcome.worst_error,
-                                        outcome.worst_ratio));
+            table.push_back(fmt::format("{:<24} {:<16} {:>3} checked  error {:.2e}  of the chain's {:.3f}", c.name, tail,
+                                        outcome.cases, outcome.worst_error, outcome.worst_ratio));
         }
-        table.push_back(fmt::format("{:<24} {:.1f} s", c.name, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count()));
+        table.push_back(fmt::format("{:<24} {:.1f} s", c.name,
+                                    std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count()));
     }
     if (checks && (only.empty() || only == "faults") && std::ranges::find(worlds, 2) != worlds.end()) {
         // An abort ends the ranks' bootstrap too, so every story has ranks of its own.
@@ -613,7 +684,9 @@ int run_all(int argc, char** argv, const std::vector<int>& default_worlds, bool 
     for (const int world : times ? worlds : std::vector<int>{}) {
         if (world > devices()) continue;
         try {
-            const Case c{.name = fmt::format("tp{} kimi-k3", world), .shape = *shape_preset("kimi-k3"), .world = world,
+            const Case c{.name = fmt::format("tp{} kimi-k3", world),
+                         .shape = *shape_preset("kimi-k3"),
+                         .world = world,
                          .tokens = {1, 4, 8, 16, 64, 128, 256, 1024, 4096}};
             runner(world, [&](const Bootstrap& boot) { time_rank(boot, c, 12); });
         } catch (const std::exception& error) {
@@ -648,6 +721,7 @@ int main(int argc, char** argv) {
     MPI_Finalize();
     return status;
 #else
-    return run_all(argc, argv, {2, 3, 4, 8}, true, true, [](int world, const auto& body) { run_thread_ranks(world, body, 20'000); });
+    return run_all(argc, argv, {2, 3, 4, 8}, true, true,
+                   [](int world, const auto& body) { run_thread_ranks(world, body, 20'000); });
 #endif
 }

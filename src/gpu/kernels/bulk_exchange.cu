@@ -6,11 +6,11 @@
 //
 // CTA 0 exchanges the headers. CTA c > 0 waits only for CTAs c of the peers, whose pushers wait for nobody.
 //
-// MEMORY ORDER. Pushers' stores → barrier of the CTA → announcer's fence.acq_rel.sys → relaxed store of the counter; receiver's
-// relaxed load that sees it → fence.acq_rel.sys → barrier of the receivers → their loads, which skip L1. The counter holds the
-// call's epoch and lies in one of three slots, so no older one satisfies it, and a sender comes back to a slot only three calls
-// later, when the headers have ordered the receiver's reads before (epoch.h). While the announcer waits for its fence, the pushers
-// send the next chunk.
+// MEMORY ORDER. Pushers' stores → barrier of the CTA → announcer's fence.acq_rel.sys → relaxed store of the counter;
+// receiver's relaxed load that sees it → fence.acq_rel.sys → barrier of the receivers → their loads, which skip L1. The
+// counter holds the call's epoch and lies in one of three slots, so no older one satisfies it, and a sender comes back to a
+// slot only three calls later, when the headers have ordered the receiver's reads before (epoch.h). While the announcer
+// waits for its fence, the pushers send the next chunk.
 #include <algorithm>
 
 #include "gpu/kernels/bulk_exchange.h"
@@ -82,7 +82,8 @@ struct BulkCta {
         return counters + (call.slot() * max_ranks + source) * max_grid + blockIdx.x;
     }
     LATENT_MOE_DEVICE uint4* box(int source, int receiver) const {
-        char* slot = static_cast<char*>(x.window.base[receiver]) + p.bulk.offset + bulk_counter_bytes + call.slot() * p.bulk.slot_bytes;
+        char* slot = static_cast<char*>(x.window.base[receiver]) + p.bulk.offset + bulk_counter_bytes +
+                     call.slot() * p.bulk.slot_bytes;
         return reinterpret_cast<uint4*>(slot) + std::int64_t{mailbox_index(source, receiver)} * p.stride;
     }
     /// Epoch 0 is told from an empty counter by its 1.
@@ -128,17 +129,18 @@ struct BulkCta {
                 peer = peer + 1 == world ? 0 : peer + 1;
                 uint4* to = box(rank, peer);
                 const std::uint32_t first_row = kind == Kind::reduce_scatter ? p.first[peer] : 0;
-                for_units<pushers, pushed_at_once>(message(rank, peer), k, thread, [&](const std::uint32_t (&units)[pushed_at_once], int count) {
-                    uint4 v[pushed_at_once];
+                for_units<pushers, pushed_at_once>(message(rank, peer), k, thread,
+                                                   [&](const std::uint32_t(&units)[pushed_at_once], int count) {
+                                                       uint4 v[pushed_at_once];
 #pragma unroll
-                    for (int u = 0; u < pushed_at_once; ++u) {
-                        if (u < count) v[u] = load16(at(p.x, first_row, units[u]));
-                    }
+                                                       for (int u = 0; u < pushed_at_once; ++u) {
+                                                           if (u < count) v[u] = load16(at(p.x, first_row, units[u]));
+                                                       }
 #pragma unroll
-                    for (int u = 0; u < pushed_at_once; ++u) {
-                        if (u < count) store16(to + units[u], v[u]);
-                    }
-                });
+                                                       for (int u = 0; u < pushed_at_once; ++u) {
+                                                           if (u < count) store16(to + units[u], v[u]);
+                                                       }
+                                                   });
             }
             sync_threads_of(all_pushed, pushers + 32);
         }
@@ -212,32 +214,34 @@ struct BulkCta {
         std::uint32_t digest = 0;
         for (std::uint32_t k = 0; k < part.chunks(); ++k) {
             if (!wait_for(k, thread, wait)) return;
-            for_units<receivers, received_at_once>(part, k, thread, [&](const std::uint32_t (&units)[received_at_once], int count) {
-                uint4 sum[received_at_once];
-                if (world == 2) {
-                    const uint4* from = box(1 - rank, rank);
-                    uint4 theirs[received_at_once];
+            for_units<receivers, received_at_once>(
+                part, k, thread, [&](const std::uint32_t(&units)[received_at_once], int count) {
+                    uint4 sum[received_at_once];
+                    if (world == 2) {
+                        const uint4* from = box(1 - rank, rank);
+                        uint4 theirs[received_at_once];
 #pragma unroll
-                    for (int u = 0; u < received_at_once; ++u) {
-                        if (u < count) sum[u] = load16(at(p.x, first_row, units[u])), theirs[u] = load_past_l1(from + units[u]);
+                        for (int u = 0; u < received_at_once; ++u) {
+                            if (u < count)
+                                sum[u] = load16(at(p.x, first_row, units[u])), theirs[u] = load_past_l1(from + units[u]);
+                        }
+#pragma unroll
+                        for (int u = 0; u < received_at_once; ++u) {
+                            if (u < count) sum[u] = U::add(sum[u], theirs[u]);  // two summands have one order
+                        }
+                    } else {
+                        sum_over_boxes(first_row, units, count, sum);
                     }
 #pragma unroll
                     for (int u = 0; u < received_at_once; ++u) {
-                        if (u < count) sum[u] = U::add(sum[u], theirs[u]);  // two summands have one order
+                        if (u >= count) continue;
+                        uint4 value = sum[u];
+                        if (p.prefix.data) value = U::add(value, load16(at(p.prefix, 0, units[u])));
+                        value = U::canonical(value);
+                        store16(at(p.y, 0, units[u]), value);
+                        if constexpr (kind == Kind::all_reduce) digest += digest_of(value, units[u]);
                     }
-                } else {
-                    sum_over_boxes(first_row, units, count, sum);
-                }
-#pragma unroll
-                for (int u = 0; u < received_at_once; ++u) {
-                    if (u >= count) continue;
-                    uint4 value = sum[u];
-                    if (p.prefix.data) value = U::add(value, load16(at(p.prefix, 0, units[u])));
-                    value = U::canonical(value);
-                    store16(at(p.y, 0, units[u]), value);
-                    if constexpr (kind == Kind::all_reduce) digest += digest_of(value, units[u]);
-                }
-            });
+                });
         }
         __syncwarp();
         if constexpr (kind == Kind::all_reduce) add_to_digest(x, call, digest);
@@ -245,7 +249,8 @@ struct BulkCta {
 
     LATENT_MOE_DEVICE void receive_rows(int thread) const {
         std::uint32_t digest = 0, chunks = 0;
-        const auto store = [&](int source, const std::uint32_t (&units)[received_at_once], const uint4 (&v)[received_at_once], int count) {
+        const auto store = [&](int source, const std::uint32_t(&units)[received_at_once], const uint4(&v)[received_at_once],
+                               int count) {
 #pragma unroll
             for (int u = 0; u < received_at_once; ++u) {
                 if (u >= count) continue;
@@ -259,26 +264,28 @@ struct BulkCta {
         Wait wait(x, call.epoch);
         const Part own = message(rank, rank);
         for (std::uint32_t k = 0; k < max(chunks, own.chunks()); ++k) {
-            for_units<receivers, received_at_once>(own, k, thread, [&](const std::uint32_t (&units)[received_at_once], int count) {
-                uint4 v[received_at_once];
+            for_units<receivers, received_at_once>(own, k, thread,
+                                                   [&](const std::uint32_t(&units)[received_at_once], int count) {
+                                                       uint4 v[received_at_once];
 #pragma unroll
-                for (int u = 0; u < received_at_once; ++u) {
-                    if (u < count) v[u] = load16(at(p.x, 0, units[u]));
-                }
-                store(rank, units, v, count);
-            });
+                                                       for (int u = 0; u < received_at_once; ++u) {
+                                                           if (u < count) v[u] = load16(at(p.x, 0, units[u]));
+                                                       }
+                                                       store(rank, units, v, count);
+                                                   });
             if (!wait_for(k, thread, wait)) return;
             for (int source = 0; source < world; ++source) {
                 if (source == rank) continue;
                 const uint4* from = box(source, rank);
-                for_units<receivers, received_at_once>(message(source, rank), k, thread, [&](const std::uint32_t (&units)[received_at_once], int count) {
-                    uint4 v[received_at_once];
+                for_units<receivers, received_at_once>(message(source, rank), k, thread,
+                                                       [&](const std::uint32_t(&units)[received_at_once], int count) {
+                                                           uint4 v[received_at_once];
 #pragma unroll
-                    for (int u = 0; u < received_at_once; ++u) {
-                        if (u < count) v[u] = load_past_l1(from + units[u]);
-                    }
-                    store(source, units, v, count);
-                });
+                                                           for (int u = 0; u < received_at_once; ++u) {
+                                                               if (u < count) v[u] = load_past_l1(from + units[u]);
+                                                           }
+                                                           store(source, units, v, count);
+                                                       });
             }
         }
         __syncwarp();
@@ -313,7 +320,8 @@ __global__ void __launch_bounds__(threads) exchange_bulk(const __grid_constant__
 
 /// Launches one kernel for rows [done, done + most) of every rank's own rows.
 template <Kind kind>
-cudaError_t launch_chunk(Params p, const OwnRows& own, std::int64_t done, std::int64_t most, int max_ctas, Dtype dtype, cudaStream_t stream) {
+cudaError_t launch_chunk(Params p, const OwnRows& own, std::int64_t done, std::int64_t most, int max_ctas, Dtype dtype,
+                         cudaStream_t stream) {
     const int world = p.exchange.window.world, rank = p.exchange.window.rank;
     std::uint32_t widest = 0;
     p.tokens = 0;
@@ -338,11 +346,11 @@ cudaError_t launch_chunk(Params p, const OwnRows& own, std::int64_t done, std::i
 }
 
 template <Kind kind>
-cudaError_t exchange(const Exchange& x, const Bulk& bulk, UnitRows from, UnitRows to, UnitRows prefix, const OwnRows& own, std::int64_t width,
-                     Dtype dtype, int max_ctas, cudaStream_t stream) {
+cudaError_t exchange(const Exchange& x, const Bulk& bulk, UnitRows from, UnitRows to, UnitRows prefix, const OwnRows& own,
+                     std::int64_t width, Dtype dtype, int max_ctas, cudaStream_t stream) {
     const std::int64_t row_units = width * static_cast<std::int64_t>(bytes_of(dtype)) / 16;
-    if (!valid(x) || width <= 0 || width % 8 != 0 || max_ctas < 2 || max_ctas > max_grid || !aligned(from) || !aligned(to) || !aligned(prefix) ||
-        bulk.offset % 128 != 0 || bulk.slot_bytes % 128 != 0) {
+    if (!valid(x) || width <= 0 || width % 8 != 0 || max_ctas < 2 || max_ctas > max_grid || !aligned(from) || !aligned(to) ||
+        !aligned(prefix) || bulk.offset % 128 != 0 || bulk.slot_bytes % 128 != 0) {
         return cudaErrorInvalidValue;
     }
     const auto is_flat = [&](const UnitRows& rows) { return !rows.data || rows.stride == row_units * 16; };
@@ -362,7 +370,8 @@ cudaError_t exchange(const Exchange& x, const Bulk& bulk, UnitRows from, UnitRow
         // Pieces of nearly equal size: a small last one would cost as much time as it saves bytes.
         const std::int64_t left = rows - done, pieces = fits > 0 ? (left + fits - 1) / fits : 1;
         const std::int64_t most = pieces > 0 ? (left + pieces - 1) / pieces : 0;
-        if (const cudaError_t error = launch_chunk<kind>(p, own, done, most, max_ctas, dtype, stream); error != cudaSuccess) return error;
+        if (const cudaError_t error = launch_chunk<kind>(p, own, done, most, max_ctas, dtype, stream); error != cudaSuccess)
+            return error;
         done += most;
     } while (done < rows);
     return cudaSuccess;
@@ -387,22 +396,25 @@ cudaError_t bulk_all_reduce(const BulkAllReduce& op, cudaStream_t stream) {
         if (rows.data) rows.data += first * rows.stride;
         return rows;
     };
-    if (const cudaError_t error = exchange<Kind::reduce_scatter>(op.exchange, op.bulk, x, own_rows(y), own_rows(prefix), *op.own, op.width, op.dtype,
-                                                                 op.max_ctas, stream);
+    if (const cudaError_t error = exchange<Kind::reduce_scatter>(op.exchange, op.bulk, x, own_rows(y), own_rows(prefix),
+                                                                 *op.own, op.width, op.dtype, op.max_ctas, stream);
         error != cudaSuccess) {
         return error;
     }
-    return exchange<Kind::all_gather>(op.exchange, op.bulk, own_rows(y), y, {}, *op.own, op.width, op.dtype, op.max_ctas, stream);
+    return exchange<Kind::all_gather>(op.exchange, op.bulk, own_rows(y), y, {}, *op.own, op.width, op.dtype, op.max_ctas,
+                                      stream);
 }
 
 cudaError_t bulk_reduce_scatter(const ReduceScatter& op, const Bulk& bulk, cudaStream_t stream) {
-    return exchange<Kind::reduce_scatter>(op.exchange, bulk, unit_rows(op.x, op.width, op.dtype), unit_rows(op.y, op.width, op.dtype), {}, op.own,
-                                          op.width, op.dtype, op.max_ctas, stream);
+    return exchange<Kind::reduce_scatter>(op.exchange, bulk, unit_rows(op.x, op.width, op.dtype),
+                                          unit_rows(op.y, op.width, op.dtype), {}, op.own, op.width, op.dtype, op.max_ctas,
+                                          stream);
 }
 
 cudaError_t bulk_all_gather(const AllGather& op, const Bulk& bulk, cudaStream_t stream) {
-    return exchange<Kind::all_gather>(op.exchange, bulk, unit_rows(op.x, op.width, op.dtype), unit_rows(op.y, op.width, op.dtype), {}, op.own,
-                                      op.width, op.dtype, op.max_ctas, stream);
+    return exchange<Kind::all_gather>(op.exchange, bulk, unit_rows(op.x, op.width, op.dtype),
+                                      unit_rows(op.y, op.width, op.dtype), {}, op.own, op.width, op.dtype, op.max_ctas,
+                                      stream);
 }
 
 }  // namespace latent_moe::gpu

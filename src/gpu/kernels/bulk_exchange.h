@@ -1,5 +1,5 @@
-// Collectives over the peer window for messages too large for mailboxes: plain stores at the speed of the link, and a counter
-// a CTA that says how far they have come.
+// Collectives over the peer window for messages too large for mailboxes: plain stores at the speed of the link, and a
+// counter a CTA that says how far they have come.
 //
 //     a lane's window:  | Control, mailboxes (window.h) | counters | slot 0 | slot 1 | slot 2 |
 //                                                       ^ Bulk::offset
@@ -32,8 +32,9 @@ constexpr std::int64_t bulk_bytes(std::int64_t slot_bytes) {
 /// Zeroes the counters; together with `reset_window`.
 cudaError_t reset_bulk(void* base, const Bulk& bulk, cudaStream_t stream);
 
-/// y = round(Σ_ranks x), and with a prefix y = round(y + prefix). One hop where `own` is null: every rank sends everything to
-/// every rank. Otherwise rank r makes rows own[r] and two kernels do it: reduce-scatter, all-gather; `own` covers all rows.
+/// y = round(Σ_ranks x), and with a prefix y = round(y + prefix). One hop where `own` is null: every rank sends everything
+/// to every rank. Otherwise rank r makes rows own[r] and two kernels do it: reduce-scatter, all-gather; `own` covers all
+/// rows.
 struct BulkAllReduce {
     Exchange exchange;
     Bulk bulk;

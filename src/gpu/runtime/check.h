@@ -13,7 +13,8 @@ namespace latent_moe::gpu {
 
 /// `call` says what was asked for: "cudaMalloc", "all-reduce kernel". A literal, so that success costs nothing.
 inline void check(cudaError_t error, const char* call) {
-    if (error != cudaSuccess) [[unlikely]] fail(error, call);
+    if (error != cudaSuccess) [[unlikely]]
+        fail(error, call);
 }
 
 }  // namespace latent_moe::gpu

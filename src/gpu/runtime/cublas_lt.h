@@ -9,9 +9,10 @@ namespace latent_moe::gpu {
 
 struct CublasLt {
 #define LATENT_MOE_CUBLASLT_FUNCTIONS(X)                                                                                   \
-    X(GetVersion) X(GetStatusString) X(Create) X(Destroy) X(Matmul) X(MatmulAlgoGetHeuristic)                              \
-    X(MatmulAlgoConfigGetAttribute) X(MatmulDescInit_internal) X(MatmulDescSetAttribute) X(MatrixLayoutInit_internal)      \
-    X(MatmulPreferenceInit_internal) X(MatmulPreferenceSetAttribute)
+    X(GetVersion)                                                                                                          \
+    X(GetStatusString) X(Create) X(Destroy) X(Matmul) X(MatmulAlgoGetHeuristic) X(MatmulAlgoConfigGetAttribute)            \
+        X(MatmulDescInit_internal) X(MatmulDescSetAttribute) X(MatrixLayoutInit_internal) X(MatmulPreferenceInit_internal) \
+            X(MatmulPreferenceSetAttribute)
 #define X(name) decltype(&cublasLt##name) name = nullptr;
     LATENT_MOE_CUBLASLT_FUNCTIONS(X)
 #undef X
@@ -26,7 +27,8 @@ const CublasLt& cublas_lt();
 
 [[noreturn]] void fail(cublasStatus_t status, const char* call);
 inline void check(cublasStatus_t status, const char* call) {
-    if (status != CUBLAS_STATUS_SUCCESS) [[unlikely]] fail(status, call);
+    if (status != CUBLAS_STATUS_SUCCESS) [[unlikely]]
+        fail(status, call);
 }
 
 }  // namespace latent_moe::gpu

@@ -33,15 +33,17 @@ Nccl load() {
         table.window_missing = fmt::format("NCCL {} has no device API, expected 2.28", table.version_text());
     } else if (table.version / 100 != NCCL_VERSION_CODE / 100) {
         // The device communicator's layout is compiled in, and each release has its own.
-        table.window_missing = fmt::format("NCCL is {}, but this build's device API is that of {}.{}", table.version_text(), NCCL_MAJOR,
-                                           NCCL_MINOR);
+        table.window_missing = fmt::format("NCCL is {}, but this build's device API is that of {}.{}", table.version_text(),
+                                           NCCL_MAJOR, NCCL_MINOR);
     }
     return table;
 }
 
 }  // namespace
 
-std::string Nccl::version_text() const { return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100); }
+std::string Nccl::version_text() const {
+    return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
+}
 
 const Nccl& look_for_nccl() {
     static const Nccl table = load();
@@ -57,8 +59,8 @@ const Nccl& nccl() {
 void fail(ncclResult_t result, const char* call) {
     const char* detail = nccl().GetLastError(nullptr);
     throw Error(result == ncclRemoteError ? StatusCode::aborted : StatusCode::internal,
-                fmt::format("{}: {}{}{}", call, nccl().GetErrorString(result), detail != nullptr && *detail != '\0' ? ": " : "",
-                            detail != nullptr ? detail : ""));
+                fmt::format("{}: {}{}{}", call, nccl().GetErrorString(result),
+                            detail != nullptr && *detail != '\0' ? ": " : "", detail != nullptr ? detail : ""));
 }
 
 }  // namespace latent_moe::gpu

@@ -11,7 +11,8 @@ Stream make_stream(bool urgent) {
     int greatest = 0;
     check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
     cudaStream_t stream = nullptr;
-    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, urgent ? greatest : least), "cudaStreamCreateWithPriority");
+    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, urgent ? greatest : least),
+          "cudaStreamCreateWithPriority");
     return Stream(stream);
 }
 
@@ -32,7 +33,8 @@ DeviceMemory::DeviceMemory(std::size_t bytes, const char* what) : bytes_(bytes) 
 
 MappedMemory::MappedMemory(std::size_t bytes, const char* what) {
     void* memory = nullptr;
-    if (const cudaError_t error = cudaHostAlloc(&memory, bytes, cudaHostAllocMapped | cudaHostAllocPortable); error != cudaSuccess) {
+    if (const cudaError_t error = cudaHostAlloc(&memory, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
+        error != cudaSuccess) {
         fail(error, fmt::format("{}: cudaHostAlloc of {} bytes", what, bytes));
     }
     std::memset(memory, 0, bytes);
