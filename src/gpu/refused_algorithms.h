@@ -1,5 +1,5 @@
-// Algorithms of the GEMM library that are never used: the library's own suggestions are not always right (see the field reports
-// about products that fault at some row counts).
+// Algorithms of the GEMM library that are never used: the library's own suggestions are not always right (see the field
+// reports about products that fault at some row counts).
 #pragma once
 
 #include <cstdint>
