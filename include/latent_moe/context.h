@@ -34,6 +34,14 @@ struct TailInput {
     ConstRows prefix;         ///< [tokens, hidden]: added last, in the activation dtype; the same on every rank; may be null
     std::int64_t tokens = 0;  ///< 0 is a call like any other: every rank must make it
     bool consume_shared = false;  ///< `shared` may be overwritten, which saves a copy
+
+    // Dependent launch, on GPUs that have it; used by the `fused` tail, ignored elsewhere and where ranks share a GPU. Both
+    // give the caller's neighbouring kernels a duty.
+    bool starts_early =
+        false;  ///< The tail may start before the kernel in front of it on the stream has ended, to read weights. It
+                ///< waits for that kernel's end before it reads its inputs. Duty: that kernel writes no weights.
+    bool releases_early = false;  ///< The kernel behind the tail may start before the tail has ended. Duty: that kernel
+                                  ///< executes griddepcontrol.wait before it touches what the tail reads or writes.
 };
 
 /// What went wrong first in a context. Sticky: later calls return it too.

@@ -53,8 +53,8 @@ void validate(const Options& options, const Shape& shape, int world) {
     if (options.max_tokens < 1 || options.max_tokens > max_tokens_limit) {
         refuse(fmt::format("max_tokens is {}, expected 1 to {}", options.max_tokens, max_tokens_limit));
     }
-    if (options.capacity_tokens < 1 || options.capacity_tokens > max_tokens_limit) {
-        refuse(fmt::format("capacity_tokens is {}, expected 1 to {}", options.capacity_tokens, max_tokens_limit));
+    if (options.capacity_tokens < 0 || options.capacity_tokens > max_tokens_limit) {
+        refuse(fmt::format("capacity_tokens is {}, expected 0 to {}", options.capacity_tokens, max_tokens_limit));
     }
     if (options.timeout_ms < 1) refuse(fmt::format("timeout_ms is {}, expected at least 1", options.timeout_ms));
     if (options.cpu_threads < 0 || options.cpu_threads > 1024) {

@@ -329,7 +329,9 @@ TailCall checked_call(const ContextState& state, const PackedLayer& layer, const
                   .shared_state = state.options.shared,
                   .consume_shared = input.consume_shared,
                   .stop_before_gather = own_rows_only && state.bootstrap.world > 1,
-                  .layer = layer};
+                  .layer = layer,
+                  .starts_early = input.starts_early,
+                  .releases_early = input.releases_early};
     if (state.options.shared == SharedState::absent) {
         if (input.shared.data != nullptr)
             throw Error(StatusCode::invalid_argument, "shared is given, but the options say it is absent");

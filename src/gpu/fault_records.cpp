@@ -2,10 +2,13 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <atomic>
 
 namespace latent_moe::gpu {
 namespace {
+
+constexpr std::array<const char*, FaultRecords::lanes> lane_names = {"main lane", "side lane", "fused tail"};
 
 const char* what(Phase phase) noexcept {
     switch (phase) {
@@ -36,8 +39,8 @@ Status FaultRecords::poll() const {
         const auto code = static_cast<FaultCode>(std::atomic_ref(record.code).load(std::memory_order_acquire));
         if (code == FaultCode::none) continue;
         const auto phase = static_cast<Phase>(record.phase);
-        const std::string where =
-            fmt::format("layer {}, exchange {} of the {} lane", record.layer, record.call, lane == 0 ? "main" : "side");
+        const std::string where = fmt::format("layer {}, exchange {} of the {}", record.layer, record.call,
+                                              lane_names[static_cast<std::size_t>(lane)]);
         switch (code) {
             case FaultCode::timeout:
                 return {StatusCode::timeout, fmt::format("rank {} did not arrive within {} ms at {} ({})", record.rank,

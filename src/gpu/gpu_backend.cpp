@@ -12,6 +12,7 @@
 #include "core/partition.h"
 #include "gpu/collective_setup.h"
 #include "gpu/fault_records.h"
+#include "gpu/fused_part.h"
 #include "gpu/gpu_device.h"
 #include "gpu/kernels/kernels.h"
 #include "gpu/lane.h"
@@ -25,6 +26,7 @@
 #include "gpu/topology.h"
 #include "gpu/warm_up.h"
 #include "latent_moe/status.h"
+#include "tails/schedule.h"
 
 namespace latent_moe::gpu {
 namespace {
@@ -45,6 +47,9 @@ constexpr std::int64_t bulk_pays_from_bytes = std::int64_t{3} << 19;
 constexpr std::int64_t nccl_pays_from_bytes = std::int64_t{8} << 20;
 
 enum LaneIndex : int { main_lane, side_lane, lane_count };
+
+/// The fused tail has a window and a fault record of its own, behind the lanes'.
+constexpr int fused_record = lane_count;
 
 class GpuBackend final : public Backend {
 public:
@@ -82,8 +87,8 @@ public:
                 .weight_element_bytes = static_cast<double>(bytes_of(shape_.activations)),
                 .concurrent_lanes = world() == 1 || has_window(),
                 .concurrent_lanes_reason = fmt::format("two collectives at once need a peer window: {}", window_missing_),
-                .fused = false,
-                .fused_reason = "the cuda backend has no fused kernel yet",
+                .fused = fused_.has_value() && fused_->missing().empty(),
+                .fused_reason = fused_.has_value() ? fused_->missing() : "there is one rank",
                 .whole_weights = keeps_whole()};
     }
 
@@ -128,6 +133,8 @@ public:
         });
         LaneGrids grids{};
         if (world() > 1) {
+            const int room = (topology_.multiprocessors - options_.reserved_sms) / topology_.sharing;
+            fused_.emplace(bootstrap_, shape_, options_, room);
             acquire_window();
             if (nccl_exchange_ == nullptr && communicator_ != nullptr) {
                 together(bootstrap_, "workspace", [&] {
@@ -136,9 +143,10 @@ public:
             }
             if (has_window()) {
                 grids = lane_grids(topology_.multiprocessors, options_.reserved_sms, topology_.sharing);
-                together(bootstrap_, "co-residency", [&] {
-                    reservation_ = GridReservation(topology_.device, grids.main + grids.side, options_.reserved_sms);
-                });
+                // A rank's lanes and its fused tail follow one another on its streams, so the larger counts.
+                const int ctas = std::max(grids.main + grids.side, fused_->grid());
+                together(bootstrap_, "co-residency",
+                         [&] { reservation_ = GridReservation(topology_.device, ctas, options_.reserved_sms); });
             }
         }
         main_.emplace(shape_, rank(), world(), lane_parts(main_lane, grids.main));
@@ -168,7 +176,7 @@ public:
 
     std::size_t workspace_bytes() const noexcept override {
         return latent_.bytes() + product_out_.bytes() + shared_.bytes() + product_->workspace_bytes() +
-               (peer_memory_ != nullptr && has_window() ? static_cast<std::size_t>(window_bytes_of_lanes()) : 0) +
+               (peer_memory_ != nullptr && has_window() ? static_cast<std::size_t>(all_window_bytes()) : 0) +
                (nccl_exchange_ != nullptr ? nccl_exchange_->workspace_bytes() : 0);
     }
 
@@ -187,6 +195,7 @@ public:
                         "the stream is null, but ranks that share a GPU need a stream of their own each");
         }
         current_.emplace(topology_.device);
+        identity_ = identity;
         main_->set_call(static_cast<cudaStream_t>(stream), identity);
         // Where ranks share a GPU their lanes take turns. With lanes of several ranks waiting for each other on one GPU, a
         // launch was seen to stay behind another rank's wait until that timed out (large messages, 2 to 4 ranks a GPU).
@@ -228,7 +237,19 @@ public:
         forked_ = false;
     }
 
-    void fused_tail(const TailCall&) override { throw Error(StatusCode::unsupported, capabilities().fused_reason); }
+    void fused_tail(const TailCall& call) override {
+        const auto& layer = static_cast<const GpuPackedLayer&>(call.layer);
+        // The kernel reads packed bf16. A layer whose weights bf16 does not hold takes the same columns the portable way.
+        const ProductWeights weights = layer.weights(WeightPart::shard);
+        if (weights.packed == nullptr || weights.dtype != Dtype::bf16) return column_parallel_tail(*this, call);
+        Exchange exchange = fused_exchange_;
+        exchange.layer = static_cast<std::int32_t>(identity_.layer);
+        exchange.tail = static_cast<std::uint32_t>(Tail::fused);
+        TailCall here = call;
+        // A kernel that waits beside another rank's could keep out what that rank waits for.
+        if (topology_.shares_devices()) here.starts_early = here.releases_early = false;
+        fused_->run(here, layer, exchange, main_->stream());
+    }
 
     Status poll_fault() noexcept override {
         Status fault = records_->poll();
@@ -240,6 +261,7 @@ public:
         for (const LaneIndex lane : {main_lane, side_lane}) {
             if (peer_memory_ != nullptr && has_window()) records_->abort(window_base(rank(), lane));
         }
+        if (fused_ && fused_->missing().empty()) records_->abort(fused_base(rank()));
         if (communicator_ != nullptr) communicator_->abort({StatusCode::aborted, reason});
         bootstrap_.transport->abort(reason);
     }
@@ -303,20 +325,28 @@ private:
         return bulk().offset + (has_bulk() ? bulk_bytes(bulk().slot_bytes) : 0);
     }
     std::int64_t window_bytes_of_lanes() const noexcept { return lane_count * lane_window_bytes(); }
+    std::int64_t all_window_bytes() const noexcept {
+        return window_bytes_of_lanes() + (fused_ ? fused_->window_bytes() : 0);
+    }
 
     /// The lanes' windows lie one behind the other.
     void* window_base(int rank, LaneIndex lane) const noexcept {
         return static_cast<std::byte*>(peer_memory_->base(rank)) + lane * lane_window_bytes();
     }
 
+    void* fused_base(int rank) const noexcept {
+        return static_cast<std::byte*>(peer_memory_->base(rank)) + window_bytes_of_lanes();
+    }
+
     void acquire_window() {
         peer_memory_.reset();
         peer_memory_ =
             std::make_unique<PeerMemory>(bootstrap_, topology_, communicator_ != nullptr ? communicator_->get() : nullptr,
-                                         static_cast<std::size_t>(window_bytes_of_lanes()));
+                                         static_cast<std::size_t>(all_window_bytes()));
         window_missing_ = peer_memory_->missing();
-        if (!has_window()) return;
+        if (!has_window()) return fused_->refuse(window_missing_);
         together(bootstrap_, "peer window", [&] {
+            if (fused_->missing().empty()) fused_->reset(fused_base(rank()), setup_stream_.get());
             for (const LaneIndex lane : {main_lane, side_lane}) {
                 void* base = window_base(rank(), lane);
                 check(reset_window(base, mailbox_slot_bytes(), shape_.activations, setup_stream_.get()), "window kernel");
@@ -324,6 +354,18 @@ private:
             }
             check(cudaStreamSynchronize(setup_stream_.get()), "window kernel");
         });
+        fused_exchange_ = exchange_of(fused_record);
+        for (int r = 0; r < world(); ++r) fused_exchange_.window.base[r] = fused_base(r);
+    }
+
+    /// All but the window's bases.
+    Exchange exchange_of(int record) const noexcept {
+        return {.window = {.base = {}, .rank = rank(), .world = world()},
+                .slot_bytes = mailbox_slot_bytes(),
+                .record = records_->record(record),
+                .timeout_ns = static_cast<std::uint64_t>(options_.timeout_ms) * 1'000'000,
+                .layer = -1,
+                .tail = 0};
     }
 
     GpuLane::Parts lane_parts(LaneIndex lane, int max_ctas) {
@@ -334,10 +376,7 @@ private:
                              .spare = scratch(Scratch::product, block_tokens_)};
         if (lane == side_lane) parts.nccl_from_bytes = INT64_MAX;  // two lanes must not meet in one communicator
         if (world() == 1 || !has_window()) return parts;
-        parts.exchange = {.window = {.base = {}, .rank = rank(), .world = world()},
-                          .slot_bytes = mailbox_slot_bytes(),
-                          .record = records_->record(lane),
-                          .timeout_ns = static_cast<std::uint64_t>(options_.timeout_ms) * 1'000'000};
+        parts.exchange = exchange_of(lane);
         for (int r = 0; r < world(); ++r) parts.exchange.window.base[r] = window_base(r, lane);
         if (has_bulk()) {
             parts.bulk = bulk();
@@ -401,6 +440,9 @@ private:
     GridReservation reservation_;
     std::optional<GpuLane> main_;
     std::optional<GpuLane> side_;
+    std::optional<FusedPart> fused_;
+    Exchange fused_exchange_{};
+    CallIdentity identity_;
     bool forked_ = false;
 };
 

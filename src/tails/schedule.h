@@ -25,6 +25,8 @@ struct TailCall {
     bool consume_shared;
     bool stop_before_gather;
     const PackedLayer& layer;
+    bool starts_early = false;    ///< see `TailInput`
+    bool releases_early = false;  ///< see `TailInput`
 
     bool reduces_shared() const noexcept { return shared_state == SharedState::partial && world > 1; }
     bool prefix_is_out() const noexcept { return prefix.present() && prefix.data == out.data; }

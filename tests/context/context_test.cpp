@@ -95,7 +95,7 @@ TEST(ContextCreation, RefusesOptionsOutsideTheLimitsAndSaysWhich) {
         return text;
     };
     EXPECT_EQ(message({.max_tokens = 70'000}), "max_tokens is 70000, expected 1 to 65536");
-    EXPECT_EQ(message({.capacity_tokens = 0}), "capacity_tokens is 0, expected 1 to 65536");
+    EXPECT_EQ(message({.capacity_tokens = -1}), "capacity_tokens is -1, expected 0 to 65536");
     EXPECT_EQ(message({.timeout_ms = 0}), "timeout_ms is 0, expected at least 1");
     EXPECT_EQ(message({.cpu_threads = -1}), "cpu_threads is -1, expected 0 to 1024");
     EXPECT_EQ(message({.backend = "cpu"}, 3),

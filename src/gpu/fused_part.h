@@ -1,0 +1,47 @@
+// The fused tail of one rank: whether its kernel can run here, what it needs of the window, and its launch.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "gpu/kernels/fused_tail.h"
+#include "gpu/packed_layer.h"
+#include "gpu/primitives/window.h"
+#include "latent_moe/bootstrap.h"
+#include "latent_moe/options.h"
+#include "latent_moe/shape.h"
+#include "tails/schedule.h"
+
+namespace latent_moe::gpu {
+
+class FusedPart {
+public:
+    /// Collective, with the rank's device current: plans for every class of token counts up to the capacity, the same on
+    /// every rank, or a reason why there are none.
+    FusedPart(const Bootstrap& bootstrap, const Shape& shape, const Options& options, int max_ctas);
+
+    /// Why it cannot run; empty if it can.
+    const std::string& missing() const noexcept { return missing_; }
+    void refuse(std::string reason) { missing_ = std::move(reason); }
+
+    /// CTAs that wait for peers at once.
+    int grid() const noexcept;
+    /// Of its part of the window: a head like every window's (window.h), and its mailboxes.
+    std::int64_t window_bytes() const noexcept;
+    void reset(void* base, cudaStream_t stream) const;
+
+    /// `exchange.window` has this part's bases. Enqueues one kernel.
+    void run(const TailCall& call, const GpuPackedLayer& layer, const Exchange& exchange, cudaStream_t stream) const;
+
+private:
+    std::string plan(int max_ctas);
+    const FusedTailPlan& plan_for(std::int64_t tokens) const noexcept;
+
+    Shape shape_;
+    FusedTailShape tail_shape_;
+    std::vector<FusedTailPlan> plans_;  // by ascending rows
+    std::string missing_;
+};
+
+}  // namespace latent_moe::gpu
