@@ -1,5 +1,4 @@
-// Time stamps of a call's stages, for measurement: compiled in where a tile says so, into `stamps[layer-chosen
-// base][CTA][stage]`.
+// Time stamps of a call's stages, for measurement: compiled in where a tile says so, into `stamps[layer-chosen base][CTA][stage]`.
 #pragma once
 
 #include "gpu/kernels/fused_tail_params.cuh"
@@ -13,10 +12,10 @@ enum Stage : int {
     published,          ///< first math warp
     weights_begun,      ///< the first bulk copy was issued
     weights_asked,      ///< the last bulk copy was issued
-    latents_came,       ///< the first gathering thread has its first rows from the peer
-    latents_done,       ///< the first gathering thread has written its last pass
+    latents_done,       ///< by the first gathering thread
     last_latents_done,  ///< by the last gathering warp
     shared_done,
+    multiply_began,
     last_weights,
     multiply_done,
     parts_there,
