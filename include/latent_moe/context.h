@@ -1,7 +1,11 @@
 // The context: ranks that agreed on a shape, one workspace, the layers' weights, and the tails that run over them.
 //
 // A context is one total order of calls, the same on every rank; one host thread of a rank at a time, except `poll_fault`
-// and `abort`, which any thread may call. Concurrency means another context.
+// and `abort`, which any thread may call. Concurrency means another context, over a bootstrap of its own: contexts that
+// share a bootstrap share its order of calls, and ranks that mix them up all fail.
+//
+// A call that is refused for its arguments leaves the context usable. Every later failure (a peer that is missing or in
+// another call, `abort`) is final for the context and for its bootstrap: make new ones.
 #pragma once
 
 #include <cstddef>
@@ -29,10 +33,11 @@ using Stream = void*;
 /// The inputs of one call, `tokens` rows each, in the shape's activation dtype. Read only by the work that the call
 /// enqueues; never written unless `consume_shared` says so.
 struct TailInput {
-    ConstRows routed;         ///< [tokens, latent]: this rank's summand
-    ConstRows shared;         ///< [tokens, hidden]: as `Options::shared` says; null when absent
-    ConstRows prefix;         ///< [tokens, hidden]: added last, in the activation dtype; the same on every rank; may be null
-    std::int64_t tokens = 0;  ///< 0 is a call like any other: every rank must make it
+    ConstRows routed;  ///< [tokens, latent]: this rank's summand
+    ConstRows shared;  ///< [tokens, hidden]: as `Options::shared` says; null when absent
+    ConstRows prefix;  ///< [tokens, hidden]: added last, in the activation dtype; the same on every rank; may be null. For a
+                       ///< sequence-parallel context this rank's own rows of it, like `out`
+    std::int64_t tokens = 0;      ///< 0 is a call like any other: every rank must make it
     bool consume_shared = false;  ///< `shared` may be overwritten, which saves a copy
 
     // Dependent launch, on GPUs that have it; used by the `fused` tail, ignored elsewhere and where ranks share a GPU. Both
@@ -92,7 +97,8 @@ public:
     /// same order with the same ids on every rank.
     Layer add_layer(std::int64_t id, const WeightView& up_projection, const void* gamma = nullptr);
 
-    /// Collective; once, after the last layer and before the first call. Compares the layers of all ranks, and gathers the
+    /// Collective; once, after the last layer and before the first call. Compares the number, order and ids of
+    /// the layers of all ranks (not their values), and gathers the
     /// whole W_up where `keep_whole_weights` asks for it and only a shard was given.
     void seal();
 
@@ -115,7 +121,8 @@ public:
 
     /// The first fault, if any. Never blocks.
     std::optional<Fault> poll_fault() const;
-    /// Local; makes this context, and peers that wait for it, return `aborted`.
+    /// Local; makes this context return `aborted`, and peers that wait for it as soon as they can know: at once where ranks
+    /// are threads or kernels of GPUs that see each other, at their deadline where they are processes on a CPU.
     void abort(const std::string& reason = "abort() was called");
 
     /// Collective: gives the workspace back, keeps the layers. Calls in between return `unsupported`.

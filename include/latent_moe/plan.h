@@ -51,7 +51,8 @@ struct Plan {
     std::int64_t tokens = 0;
     Tail tail = Tail::replicated;
     double expected_us = 0;
-    std::vector<Candidate> candidates;  ///< every tail that may run, cheapest first
+    std::vector<Candidate>
+        candidates;  ///< every tail that may run, cheapest first; empty: none can, and `tail` means nothing
     std::vector<Refusal> refused;
     std::string source;  ///< where the costs come from
 };

@@ -23,7 +23,7 @@ struct Verdict {
 /// What `rel_l2` may be where the chain's error is `chain_rel_l2`: 1.05 times it, 1.25 times for `late_reduce`, which rounds
 /// once more. In float32 two orders of one sum differ by as much as either is wrong, so there also a few of its roundings,
 /// 2^-22.
-double allowed_error(const Shape& shape, double chain_rel_l2, Tail tail = Tail::replicated);
+double allowed_error(const Shape& shape, double chain_rel_l2, Tail tail, std::int64_t elements);
 
 class Judge {
 public:

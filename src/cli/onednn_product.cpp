@@ -1,10 +1,12 @@
 #include "cli/onednn_product.h"
 
 #include <fmt/format.h>
-#include <omp.h>
 
 #include <oneapi/dnnl/dnnl.hpp>
 #include <vector>
+
+// From OpenMP's standard interface; its header belongs to the compiler and other tools do not find it.
+extern "C" void omp_set_num_threads(int count);
 
 namespace latent_moe::cli {
 namespace {

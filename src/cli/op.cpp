@@ -132,7 +132,7 @@ Row check_norm(const Arguments& arguments, const Problem& problem, const Bootstr
         const auto [exact, chain] = normed_sums(problem.shape, inputs, tokens, layer);
         row.rel_l2 = relative_l2(out.view(), exact);
         row.chain_rel_l2 = relative_l2(chain, exact);
-        row.allowed = allowed_error(problem.shape, row.chain_rel_l2);
+        row.allowed = allowed_error(problem.shape, row.chain_rel_l2, Tail::replicated, tokens * problem.shape.latent);
     }
     row.timing = time_call(bootstrap, device, arguments.repeats, call);
     return row;
@@ -175,7 +175,7 @@ Row check_projection(const Arguments& arguments, const Problem& problem, const B
     const std::vector<double> exact = reference_tail(reference);
     row.rel_l2 = worst_of(bootstrap, relative_l2(out_slice, exact));
     row.chain_rel_l2 = worst_of(bootstrap, relative_l2(chain_tail(reference), exact));
-    row.allowed = allowed_error(problem.shape, row.chain_rel_l2);
+    row.allowed = allowed_error(problem.shape, row.chain_rel_l2, Tail::replicated, tokens * problem.shape.hidden);
     row.timing = time_call(bootstrap, device, arguments.repeats, call);
     return row;
 }

@@ -56,9 +56,10 @@ Shape make_shape(const Arguments& arguments, const std::optional<FoundLayer>& fo
     Shape asked;
     if (arguments.model) {
         const std::optional<Shape> preset = shape_preset(*arguments.model);
-        if (!preset)
+        if (!preset) {
             refuse(
                 fmt::format("--model is '{}', expected one of {}", *arguments.model, fmt::join(shape_preset_names(), ", ")));
+        }
         asked = *preset;
     }
     asked.hidden = arguments.hidden.value_or(asked.hidden);

@@ -78,12 +78,13 @@ public:
     int world() const noexcept { return world_; }
     int local_world() const noexcept { return local_world_; }
     bool concurrent() const noexcept { return concurrent_; }
+    std::chrono::milliseconds timeout() const noexcept { return timeout_; }
 
-    void exchange(Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing,
-                  Transport::Consume consume) {
+    void exchange(Channel channel, std::chrono::milliseconds timeout, const ExchangeHeader& header,
+                  std::span<const Region> outgoing, Transport::Consume consume) {
         require_usable();
         try {
-            exchange_once(channel, header, outgoing, consume);
+            exchange_once(channel, timeout, header, outgoing, consume);
         } catch (const Error& error) {
             abort(error.what());
             throw;
@@ -91,22 +92,15 @@ public:
     }
 
     void all_gather_bytes(const void* send, void* received, std::size_t bytes) {
-        require_usable();
         if (bytes > std::size_t{1} << 30) {
             throw Error(StatusCode::invalid_argument,
                         fmt::format("all_gather_bytes: {} bytes, expected at most 2^30", bytes));
         }
-        Requests requests{{MPI_REQUEST_NULL}, {-1}};
-        try {
-            const std::unique_lock lock(mutex_);
-            check(MPI_Iallgather(send, static_cast<int>(bytes), MPI_BYTE, received, static_cast<int>(bytes), MPI_BYTE,
-                                 communicator_, requests.handles.data()),
-                  "MPI_Iallgather");
-        } catch (const Error& error) {
-            abort(error.what());
-            throw;
-        }
-        complete(requests, Step::none);
+        const auto length = static_cast<std::int64_t>(bytes);
+        std::array<Region, max_world> outgoing;
+        outgoing.fill({static_cast<const std::byte*>(send), 1, length, length});
+        exchange(Channel::main, timeout_, {}, std::span(outgoing.data(), static_cast<std::size_t>(world_)),
+                 [&](std::span<const Region> incoming) { store_gathered(incoming, rank_, received, bytes); });
     }
 
     void abort(const std::string& reason) noexcept {
@@ -154,8 +148,8 @@ private:
               "MPI_Irecv");
     }
 
-    void exchange_once(Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing,
-                       Transport::Consume consume) {
+    void exchange_once(Channel channel, std::chrono::milliseconds timeout, const ExchangeHeader& header,
+                       std::span<const Region> outgoing, Transport::Consume consume) {
         ChannelBuffers& buffers = buffers_[static_cast<std::size_t>(channel)];
         const int header_tag = 2 * static_cast<int>(channel);
         const int data_tag = header_tag + 1;
@@ -175,7 +169,7 @@ private:
             packed = pack(outgoing[at], packed);
             send(buffers.sends, begin, outgoing[at].bytes(), peer, data_tag);
         });
-        complete(buffers.receives, header.step);
+        complete(buffers.receives, header.step, timeout);
 
         std::int64_t incoming_bytes = 0;
         for_each_peer([&](int peer, std::size_t at) {
@@ -195,14 +189,14 @@ private:
             next += incoming[at].bytes();
         });
         incoming[static_cast<std::size_t>(rank_)] = outgoing[static_cast<std::size_t>(rank_)];
-        complete(buffers.receives, header.step);
+        complete(buffers.receives, header.step, timeout);
         consume(std::span(incoming.data(), static_cast<std::size_t>(world_)));
-        complete(buffers.sends, header.step);
+        complete(buffers.sends, header.step, timeout);
     }
 
     /// Waits for all requests, or until the deadline; then names the peers that are missing.
-    void complete(Requests& requests, Step step) {
-        const auto deadline = std::chrono::steady_clock::now() + timeout_;
+    void complete(Requests& requests, Step step, std::chrono::milliseconds timeout) {
+        const auto deadline = std::chrono::steady_clock::now() + timeout;
         for (std::int64_t polls = 0;; ++polls) {
             int done = 0;
             {
@@ -230,9 +224,9 @@ private:
                                     ? "a rank"
                                     : fmt::format("{} {}", missing.size() == 1 ? "rank" : "ranks", fmt::join(missing, ", "));
         const std::string message =
-            fmt::format("{} did not arrive within {} ms at the {}", who, timeout_.count(), name(step));
+            fmt::format("{} did not arrive within {} ms at the {}", who, timeout.count(), name(step));
         abort(message);
-        throw Error(StatusCode::timeout, message);
+        throw ExchangeError(StatusCode::timeout, message, missing.empty() ? -1 : missing.front(), step);
     }
 
     MPI_Comm communicator_ = MPI_COMM_NULL;
@@ -256,7 +250,7 @@ public:
     int world() const noexcept override { return group_->world(); }
     void exchange(Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing,
                   Consume consume) override {
-        group_->exchange(channel, header, outgoing, consume);
+        group_->exchange(channel, std::chrono::milliseconds(timeout_ms()), header, outgoing, consume);
     }
     std::int64_t preferred_region_bytes() const noexcept override { return std::int64_t{1} << 20; }
     bool concurrent_channels() const noexcept override { return group_->concurrent(); }
@@ -279,11 +273,13 @@ Bootstrap mpi_ranks(MPI_Comm communicator, int timeout_ms) {
         throw Error(StatusCode::invalid_argument, fmt::format("world is {}, expected 1 to {}", world, max_world));
     }
     const auto group = std::make_shared<MpiGroup>(communicator, timeout_ms);
+    const auto transport = std::make_shared<MpiTransport>(group);
+    transport->set_timeout_ms(static_cast<int>(group->timeout().count()));
     return {.rank = group->rank(),
             .world = group->world(),
             .all_gather_bytes = [group](const void* send, void* received,
                                         std::size_t bytes) { group->all_gather_bytes(send, received, bytes); },
-            .transport = std::make_shared<MpiTransport>(group),
+            .transport = transport,
             .local_world = group->local_world()};
 }
 

@@ -12,11 +12,14 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <exception>
 #include <mutex>
+#include <optional>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -35,16 +38,17 @@ public:
     }
 
     int world() const noexcept { return world_; }
+    std::chrono::milliseconds timeout() const noexcept { return timeout_; }
 
-    void exchange(int rank, Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing,
-                  Transport::Consume consume) {
+    void exchange(int rank, std::chrono::milliseconds timeout, Channel channel, const ExchangeHeader& header,
+                  std::span<const Region> outgoing, Transport::Consume consume) {
         Meeting& meeting = meetings_[static_cast<std::size_t>(channel)];
         Slot& own = meeting.slots[static_cast<std::size_t>(rank)];
         {
             const std::lock_guard lock(mutex_);
             own = {header, outgoing.data()};
         }
-        wait_for_all(meeting.arrived, rank, header.step);
+        wait_for_all(meeting.arrived, rank, header.step, timeout);
         try {
             for (int left = 0; left + 1 < world_; ++left) {
                 require_same(meeting.slots[static_cast<std::size_t>(left)].header, left,
@@ -60,30 +64,20 @@ public:
             if (error.code() != StatusCode::mismatch) abort(rank, error.what());
             throw;
         }
-        wait_for_all(meeting.left, rank, header.step);
+        wait_for_all(meeting.left, rank, header.step, timeout);
     }
 
     void all_gather_bytes(int rank, const void* send, void* received, std::size_t bytes) {
         const Region own{static_cast<const std::byte*>(send), 1, static_cast<std::int64_t>(bytes), 0};
         std::array<Region, max_world> outgoing;
         outgoing.fill(own);
-        exchange(rank, Channel::main, {}, std::span(outgoing.data(), static_cast<std::size_t>(world_)),
-                 [&](std::span<const Region> incoming) {
-                     for (std::size_t peer = 0; peer < incoming.size(); ++peer) {
-                         if (static_cast<std::size_t>(incoming[peer].row_bytes) != bytes) {
-                             throw Error(StatusCode::mismatch,
-                                         fmt::format("all_gather_bytes: rank {} sent {} bytes, rank {} {}", peer,
-                                                     incoming[peer].row_bytes, rank, bytes));
-                         }
-                         if (bytes != 0)
-                             std::memcpy(static_cast<std::byte*>(received) + peer * bytes, incoming[peer].data, bytes);
-                     }
-                 });
+        exchange(rank, timeout_, Channel::main, {}, std::span(outgoing.data(), static_cast<std::size_t>(world_)),
+                 [&](std::span<const Region> incoming) { store_gathered(incoming, rank, received, bytes); });
     }
 
     void abort(int rank, const std::string& reason) noexcept {
         const std::lock_guard lock(mutex_);
-        if (fault_.ok()) fault_ = Status(StatusCode::aborted, fmt::format("rank {} gave up: {}", rank, reason));
+        if (!fault_) fault_.emplace(StatusCode::aborted, fmt::format("rank {} gave up: {}", rank, reason), rank, Step::none);
         changed_.notify_all();
     }
 
@@ -102,9 +96,9 @@ private:
         std::vector<Slot> slots;
     };
 
-    void wait_for_all(Barrier& barrier, int rank, Step step) {
+    void wait_for_all(Barrier& barrier, int rank, Step step, std::chrono::milliseconds timeout) {
         std::unique_lock lock(mutex_);
-        if (!fault_.ok()) throw Error(fault_.code(), fault_.message());
+        if (fault_) throw ExchangeError(*fault_);
         const std::uint64_t everyone = (std::uint64_t{1} << world_) - 1;
         barrier.arrived_mask |= std::uint64_t{1} << rank;
         if (barrier.arrived_mask == everyone) {
@@ -114,20 +108,21 @@ private:
             return;
         }
         const std::uint64_t generation = barrier.generation;
-        const auto deadline = std::chrono::steady_clock::now() + timeout_;
-        const bool woken =
-            changed_.wait_until(lock, deadline, [&] { return barrier.generation != generation || !fault_.ok(); });
+        const auto deadline = std::chrono::steady_clock::now() + timeout;
+        const bool woken = changed_.wait_until(lock, deadline, [&] { return barrier.generation != generation || fault_; });
         if (barrier.generation != generation) return;
         if (!woken) {
-            fault_ = Status(StatusCode::timeout,
-                            fmt::format("{} did not arrive within {} ms at the {}",
-                                        missing_ranks(everyone & ~barrier.arrived_mask), timeout_.count(), name(step)));
+            const std::uint64_t missing = everyone & ~barrier.arrived_mask;
+            fault_.emplace(
+                StatusCode::timeout,
+                fmt::format("{} did not arrive within {} ms at the {}", ranks_in(missing), timeout.count(), name(step)),
+                std::countr_zero(missing), step);
             changed_.notify_all();
         }
-        throw Error(fault_.code(), fault_.message());
+        throw ExchangeError(*fault_);
     }
 
-    std::string missing_ranks(std::uint64_t mask) const {
+    std::string ranks_in(std::uint64_t mask) const {
         std::vector<int> missing;
         for (int rank = 0; rank < world_; ++rank) {
             if ((mask >> rank & 1U) != 0) missing.push_back(rank);
@@ -140,7 +135,7 @@ private:
     std::mutex mutex_;
     std::condition_variable changed_;
     std::array<Meeting, channel_count> meetings_;
-    Status fault_;  // sticky
+    std::optional<ExchangeError> fault_;  // sticky
 };
 
 class ThreadTransport final : public Transport {
@@ -151,7 +146,7 @@ public:
     int world() const noexcept override { return group_->world(); }
     void exchange(Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing,
                   Consume consume) override {
-        group_->exchange(rank_, channel, header, outgoing, consume);
+        group_->exchange(rank_, std::chrono::milliseconds(timeout_ms()), channel, header, outgoing, consume);
     }
     std::int64_t preferred_region_bytes() const noexcept override { return INT64_MAX; }
     bool concurrent_channels() const noexcept override { return true; }
@@ -163,11 +158,13 @@ private:
 };
 
 Bootstrap thread_rank(const std::shared_ptr<ThreadGroup>& group, int rank) {
+    const auto transport = std::make_shared<ThreadTransport>(group, rank);
+    transport->set_timeout_ms(static_cast<int>(group->timeout().count()));
     return {.rank = rank,
             .world = group->world(),
             .all_gather_bytes = [group, rank](const void* send, void* received,
                                               std::size_t bytes) { group->all_gather_bytes(rank, send, received, bytes); },
-            .transport = std::make_shared<ThreadTransport>(group, rank),
+            .transport = transport,
             .local_world = group->world()};
 }
 
@@ -181,6 +178,9 @@ std::vector<Bootstrap> thread_ranks(int world, int timeout_ms) {
     if (world < 1 || world > max_world) {
         throw Error(StatusCode::invalid_argument, fmt::format("world is {}, expected 1 to {}", world, max_world));
     }
+    if (timeout_ms < 1) {
+        throw Error(StatusCode::invalid_argument, fmt::format("timeout_ms is {}, expected at least 1", timeout_ms));
+    }
     const auto group = std::make_shared<ThreadGroup>(world, timeout_ms);
     std::vector<Bootstrap> ranks;
     for (int rank = 0; rank < world; ++rank) ranks.push_back(thread_rank(group, rank));
@@ -192,17 +192,24 @@ void run_thread_ranks(int world, const std::function<void(const Bootstrap&)>& bo
     std::vector<std::exception_ptr> failures(ranks.size());
     std::vector<std::thread> threads;
     for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
-        threads.emplace_back([&, rank] {
-            try {
-                body(ranks[rank]);
-            } catch (const std::exception& failure) {
-                failures[rank] = std::current_exception();
-                ranks[rank].transport->abort(failure.what());
-            } catch (...) {
-                failures[rank] = std::current_exception();
-                ranks[rank].transport->abort("an exception that is not a std::exception");
-            }
-        });
+        try {
+            threads.emplace_back([&, rank] {
+                try {
+                    body(ranks[rank]);
+                } catch (const std::exception& failure) {
+                    failures[rank] = std::current_exception();
+                    ranks[rank].transport->abort(failure.what());
+                } catch (...) {
+                    failures[rank] = std::current_exception();
+                    ranks[rank].transport->abort("an exception that is not a std::exception");
+                }
+            });
+        } catch (const std::system_error& error) {
+            failures[rank] = std::make_exception_ptr(
+                Error(StatusCode::out_of_memory,
+                      fmt::format("cannot start the thread of rank {} of {}: {}", rank, world, error.what())));
+            ranks[rank].transport->abort("its thread could not be started");
+        }
     }
     for (std::thread& thread : threads) thread.join();
 

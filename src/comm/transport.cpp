@@ -10,8 +10,10 @@ namespace latent_moe {
 namespace {
 
 std::string what(const ExchangeHeader& header) {
-    return header.is_tail ? fmt::format("tail {} of layer {} with {} tokens", name(header.tail), header.layer, header.tokens)
-                          : fmt::format("all_reduce_rms_norm with {} tokens", header.tokens);
+    if (header.step == Step::none) return "set-up";
+    if (!header.is_tail) return fmt::format("all_reduce_rms_norm with {} tokens", header.tokens);
+    return fmt::format("tail {} of layer {} with {} tokens{}", name(header.tail), header.layer, header.tokens,
+                       header.prefix ? " and a prefix" : "");
 }
 
 }  // namespace
@@ -37,9 +39,29 @@ std::byte* pack(const Region& region, std::byte* destination) noexcept {
     return destination;
 }
 
+void store_gathered(std::span<const Region> incoming, int rank, void* received, std::size_t bytes) {
+    for (std::size_t peer = 0; peer < incoming.size(); ++peer) {
+        if (static_cast<std::size_t>(incoming[peer].row_bytes) != bytes) {
+            throw ExchangeError(StatusCode::mismatch,
+                                fmt::format("ranks gather different things: rank {} sent {} bytes, rank {} {}", peer,
+                                            incoming[peer].row_bytes, rank, bytes),
+                                static_cast<int>(peer), Step::none);
+        }
+        if (bytes != 0) std::memcpy(static_cast<std::byte*>(received) + peer * bytes, incoming[peer].data, bytes);
+    }
+}
+
 void require_same(const ExchangeHeader& left, int left_rank, const ExchangeHeader& right, int right_rank) {
     if (left == right) return;
-    const auto fail = [](const std::string& message) { throw Error(StatusCode::mismatch, message); };
+    const auto fail = [&](const std::string& message) {
+        throw ExchangeError(StatusCode::mismatch, message, right_rank, left.step);
+    };
+    if (left.context != right.context && left.context != 0 && right.context != 0) {
+        fail(
+            fmt::format("contexts that share their ranks were called in different orders: rank {} is in context {}, rank {} "
+                        "in context {}",
+                        left_rank, left.context, right_rank, right.context));
+    }
     if (what(left) != what(right)) {
         fail(fmt::format("ranks make different calls: rank {} is in {}, rank {} in {}", left_rank, what(left), right_rank,
                          what(right)));

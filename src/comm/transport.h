@@ -1,6 +1,7 @@
 // How host memory moves between ranks, and what every message says about the call that it belongs to.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -9,6 +10,7 @@
 #include "core/function_ref.h"
 #include "latent_moe/export.h"
 #include "latent_moe/plan.h"
+#include "latent_moe/status.h"
 
 namespace latent_moe {
 
@@ -27,6 +29,7 @@ LATENT_MOE_API const char* name(Step step) noexcept;
 
 /// What an exchange carries beside its data. Ranks in one exchange must agree in every field.
 struct ExchangeHeader {
+    int context = 0;         ///< which of the contexts that share these ranks
     std::uint64_t call = 0;  ///< the context's call number
     std::int64_t tokens = 0;
     std::int64_t layer = -1;   ///< the layer's id; -1 outside layers
@@ -34,12 +37,27 @@ struct ExchangeHeader {
     std::uint64_t digest = 0;  ///< of the previous call's output, which must be the same bits on every rank
     Tail tail = Tail::replicated;
     bool is_tail = false;  ///< false for the tail's parts as operations of their own
+    bool prefix = false;   ///< whether the call adds one
     Step step = Step::none;
 
     bool operator==(const ExchangeHeader&) const = default;
 };
 
-/// Throws `Error(mismatch)` that names both ranks and the first field in which they differ.
+/// An error of an exchange: which rank is to blame, and at which step.
+class LATENT_MOE_API ExchangeError : public Error {
+public:
+    ExchangeError(StatusCode code, const std::string& message, int rank, Step step)
+        : Error(code, message), rank_(rank), step_(step) {}
+
+    int rank() const noexcept { return rank_; }
+    Step step() const noexcept { return step_; }
+
+private:
+    int rank_;
+    Step step_;
+};
+
+/// Throws `ExchangeError(mismatch)` that names both ranks and the first field in which they differ.
 LATENT_MOE_API void require_same(const ExchangeHeader& left, int left_rank, const ExchangeHeader& right, int right_rank);
 
 /// Rows of bytes.
@@ -55,6 +73,10 @@ struct Region {
 
 /// Copies a region's rows one after another to `destination`; returns the byte behind the last.
 LATENT_MOE_API std::byte* pack(const Region& region, std::byte* destination) noexcept;
+
+/// The consuming half of an all-gather of `bytes` bytes a rank: `incoming[r]` becomes part r of `received`. Throws
+/// `mismatch` if a rank sent another number of bytes.
+LATENT_MOE_API void store_gathered(std::span<const Region> incoming, int rank, void* received, std::size_t bytes);
 
 /// Two exchanges may be under way at once, one on each channel.
 enum class Channel : std::uint8_t { main, side };
@@ -83,6 +105,16 @@ public:
     virtual bool concurrent_channels() const noexcept = 0;
     /// Any thread; local. Waiting and later calls throw `aborted`, here at once and on peers as soon as they can know.
     virtual void abort(const std::string& reason) noexcept = 0;
+
+    /// How long later exchanges wait for a peer.
+    void set_timeout_ms(int timeout_ms) noexcept { timeout_ms_ = timeout_ms; }
+    int timeout_ms() const noexcept { return timeout_ms_; }
+    /// Numbers the contexts that share these ranks, the same on every rank since creation is collective.
+    int add_context() noexcept { return ++contexts_; }
+
+private:
+    std::atomic<int> timeout_ms_ = 30'000;
+    std::atomic<int> contexts_ = 0;
 };
 
 }  // namespace latent_moe

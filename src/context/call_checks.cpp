@@ -56,6 +56,9 @@ void validate(const Options& options, const Shape& shape, int world) {
     if (options.capacity_tokens < 0 || options.capacity_tokens > max_tokens_limit) {
         refuse(fmt::format("capacity_tokens is {}, expected 0 to {}", options.capacity_tokens, max_tokens_limit));
     }
+    if (options.tail && static_cast<int>(*options.tail) >= tail_count) {
+        refuse(fmt::format("tail is number {}, expected 0 to {}", static_cast<int>(*options.tail), tail_count - 1));
+    }
     if (options.timeout_ms < 1) refuse(fmt::format("timeout_ms is {}, expected at least 1", options.timeout_ms));
     if (options.cpu_threads < 0 || options.cpu_threads > 1024) {
         refuse(fmt::format("cpu_threads is {}, expected 0 to 1024", options.cpu_threads));
@@ -76,6 +79,8 @@ void validate(const WeightView& view, const Shape& shape, int world, const void*
         const std::string shard = divisible ? fmt::format(" or this rank's {}", shape.hidden / world) : std::string();
         refuse(fmt::format("W_up has {} rows, expected all {}{}", view.rows, shape.hidden, shard));
     }
+    if (bytes_of(view.dtype) == 0)
+        refuse(fmt::format("W_up has dtype number {}, expected bf16, f16, f32 or e4m3", static_cast<int>(view.dtype)));
     if (view.stride != 0 && view.stride < shape.latent) {
         refuse(fmt::format("W_up has a row stride of {} elements, expected at least {}", view.stride, shape.latent));
     }

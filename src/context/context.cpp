@@ -45,6 +45,7 @@ public:
     std::vector<LayerEntry> layers;
     bool sealed = false;
     bool suspended = false;
+    int number = 0;  ///< among the contexts that share these ranks
     std::uint64_t next_call = 0;
 
     TokenRange own_tokens(std::int64_t tokens, int rank) const noexcept { return even_part(tokens, bootstrap.world, rank); }
@@ -53,22 +54,28 @@ public:
     template <typename Body>
     Status call(CallIdentity& identity, Stream stream, Body body) noexcept {
         bool begun = false;
+        // A call that is refused counts too: if a peer makes it, the next exchange tells both that they are out of step.
+        identity.context = number;
+        identity.call = next_call++;
         try {
             require_callable();
-            identity.call = next_call;
             const auto begin = [&] {
                 backend->begin_call(identity, stream);
                 begun = true;
-                ++next_call;
             };
             body(begin);
             return {};
+        } catch (const ExchangeError& error) {
+            return failed(
+                begun, {.rank = error.rank(), .phase = name(error.step()), .layer = identity.layer, .call = identity.call},
+                error.status());
         } catch (const Error& error) {
-            return failed(begun, identity, error.status());
+            return failed(begun, {.layer = identity.layer, .call = identity.call}, error.status());
         } catch (const std::bad_alloc&) {
-            return failed(begun, identity, {StatusCode::out_of_memory, "out of memory in a call"});
+            return failed(begun, {.layer = identity.layer, .call = identity.call},
+                          {StatusCode::out_of_memory, "out of memory in a call"});
         } catch (const std::exception& error) {
-            return failed(begun, identity, {StatusCode::internal, error.what()});
+            return failed(begun, {.layer = identity.layer, .call = identity.call}, {StatusCode::internal, error.what()});
         }
     }
 
@@ -101,12 +108,13 @@ private:
 
     /// An error before `begin_call` concerns this call alone; after it ranks may be out of step, so it is the context's last
     /// word.
-    Status failed(bool begun, const CallIdentity& identity, Status status) noexcept {
+    Status failed(bool begun, Fault fault, Status status) noexcept {
         if (!begun) return status;
         Status side = backend->end_after_failure();
         if (status.code() == StatusCode::aborted && !side.ok()) status = std::move(side);
         try {
-            record({.layer = identity.layer, .call = identity.call, .message = status.message()});
+            fault.message = status.message();
+            record(std::move(fault));
             backend->abort(status.message());
         } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the status itself still says what happened
         }
@@ -202,14 +210,22 @@ Context Context::create(const Shape& shape, const Bootstrap& given, const Option
     agreed_step(bootstrap, agreement, [&] {
         if (failure) std::rethrow_exception(failure);
     });
+    bootstrap.transport->set_timeout_ms(options.timeout_ms);
+    const int number = bootstrap.transport->add_context();
     std::shared_ptr<ContextState> state;
     agreed_step(bootstrap, Agreement("context creation"), [&] {
         state = std::make_shared<ContextState>(shape, bootstrap, options, *entry);
+        state->number = number;
         if (options.tail && !state->planner.allowed(*options.tail, 0)) {
             throw Error(StatusCode::unsupported, fmt::format("tail {} cannot run: {}", name(*options.tail),
                                                              state->planner.refusal(*options.tail, 0)));
         }
     });
+    if (!state->planner.choose(1)) {  // the same on every rank
+        const Tail closest = options.sequence_parallel ? Tail::token_parallel : Tail::replicated;
+        throw Error(StatusCode::unsupported,
+                    fmt::format("no tail can run; {}, for one: {}", name(closest), state->planner.refusal(closest, 1)));
+    }
     return Context(std::move(state));
 }
 
@@ -348,11 +364,15 @@ TailCall checked_call(const ContextState& state, const PackedLayer& layer, const
 Status run_tail(ContextState& state, std::size_t index, std::optional<Tail> asked, const TailInput& input, const Rows& out,
                 Stream stream) noexcept {
     const ContextState::LayerEntry& layer = state.layers[index];
-    CallIdentity identity{.tokens = input.tokens, .layer = layer.id};
+    CallIdentity identity{.tokens = input.tokens, .layer = layer.id, .prefix = input.prefix.data != nullptr};
     return state.call(identity, stream, [&](auto begin) {
         const TailCall call = checked_call(state, *layer.packed, input, out);
         const std::optional<Tail> tail = asked ? asked : state.planner.choose(input.tokens);
         if (!tail) throw Error(StatusCode::unsupported, fmt::format("no tail can run {} tokens", input.tokens));
+        if (static_cast<int>(*tail) >= tail_count) {
+            throw Error(StatusCode::invalid_argument,
+                        fmt::format("tail is number {}, expected 0 to {}", static_cast<int>(*tail), tail_count - 1));
+        }
         if (!state.planner.allowed(*tail, input.tokens)) {
             throw Error(StatusCode::unsupported, fmt::format("tail {} cannot run {} tokens: {}", name(*tail), input.tokens,
                                                              state.planner.refusal(*tail, input.tokens)));

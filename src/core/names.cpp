@@ -56,7 +56,8 @@ const char* name(SharedState state) noexcept {
 }
 
 const char* name(Tail tail) noexcept {
-    return tail_names.at(static_cast<std::size_t>(tail));
+    const auto index = static_cast<std::size_t>(tail);
+    return index < tail_names.size() ? tail_names[index] : "unknown tail";
 }
 
 std::optional<Tail> tail_from_name(std::string_view wanted) noexcept {

@@ -42,8 +42,9 @@ void validate(const Shape& shape) {
         throw Error(StatusCode::invalid_argument,
                     fmt::format("routed_scale is {}, expected a finite number", shape.routed_scale));
     }
-    if (shape.activations == Dtype::e4m3) {
-        throw Error(StatusCode::invalid_argument, "activations are e4m3, expected bf16, f16 or f32");
+    if (shape.activations == Dtype::e4m3 || bytes_of(shape.activations) == 0) {
+        throw Error(StatusCode::invalid_argument,
+                    fmt::format("activations are {}, expected bf16, f16 or f32", name(shape.activations)));
     }
 }
 

@@ -210,13 +210,16 @@ public:
     }
 
     void begin_call(const CallIdentity& identity, Stream) override {
-        header_ = {.call = identity.call,
+        side_failure_ = {};
+        header_ = {.context = identity.context,
+                   .call = identity.call,
                    .tokens = identity.tokens,
                    .layer = identity.layer,
                    .block = 0,
                    .digest = digest_,
                    .tail = identity.tail,
                    .is_tail = identity.is_tail,
+                   .prefix = identity.prefix,
                    .step = Step::none};
         begin_block(0);
     }
@@ -243,15 +246,15 @@ public:
     }
 
     Status end_after_failure() noexcept override {
-        if (!forked_) return {};
+        if (!forked_) return side_failure_;
         try {
             join();
-            return {};
         } catch (const Error& error) {
-            return error.status();
+            side_failure_ = error.status();
         } catch (const std::exception& error) {
-            return {StatusCode::internal, error.what()};
+            side_failure_ = {StatusCode::internal, error.what()};
         }
+        return side_failure_;
     }
 
     void fused_tail(const TailCall&) override { throw Error(StatusCode::unsupported, capabilities().fused_reason); }
@@ -294,6 +297,7 @@ private:
     FunctionRef<void(Lane&)> side_work_;
     const std::function<void()> run_side_ = [this] { side_work_(*side_); };
     bool forked_ = false;
+    Status side_failure_;  // of this call
     ExchangeHeader header_;
     std::uint64_t digest_ = 0;
 };

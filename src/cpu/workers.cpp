@@ -1,14 +1,31 @@
 #include "cpu/workers.h"
 
+#include <fmt/format.h>
+
+#include <system_error>
 #include <utility>
+
+#include "latent_moe/status.h"
 
 namespace latent_moe {
 
 Workers::Workers(int count) {
-    for (int worker = 1; worker < count; ++worker) threads_.emplace_back([this, worker] { serve(worker); });
+    for (int worker = 1; worker < count; ++worker) {
+        try {
+            threads_.emplace_back([this, worker] { serve(worker); });
+        } catch (const std::system_error& error) {
+            stop();
+            throw Error(StatusCode::out_of_memory,
+                        fmt::format("cannot start worker thread {} of {}: {}", worker, count, error.what()));
+        }
+    }
 }
 
 Workers::~Workers() {
+    stop();
+}
+
+void Workers::stop() noexcept {
     {
         const std::lock_guard lock(mutex_);
         stopping_ = true;

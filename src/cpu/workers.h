@@ -27,6 +27,7 @@ public:
     void for_each(std::int64_t items, FunctionRef<void(int worker, std::int64_t item)> body);
 
 private:
+    void stop() noexcept;
     void serve(int worker);
     void take_items(int worker, std::unique_lock<std::mutex>& lock);
 

@@ -70,11 +70,13 @@ public:
 
 /// What a call is, for the headers of its exchanges and for faults.
 struct CallIdentity {
+    int context = 0;
     std::uint64_t call = 0;
     std::int64_t tokens = 0;
     std::int64_t layer = -1;
     Tail tail = Tail::replicated;
     bool is_tail = true;
+    bool prefix = false;
 };
 
 struct TailCall;
@@ -106,7 +108,8 @@ public:
     /// `out` is what every rank holds now (absent where ranks hold different rows): its digest goes out with the next call.
     virtual void end_call(const ConstMatrix& out) = 0;
     /// Leaves nothing running of a call that failed between `begin_call` and `end_call`. Returns what the side lane failed
-    /// with, if it did: a failure of one lane makes the other fail too, and only one of them knows the cause.
+    /// with, if it did (asked again, the same): a failure of one lane makes the other fail too, and only one of them knows
+    /// the cause.
     virtual Status end_after_failure() noexcept = 0;
     virtual void begin_block(std::int64_t block) = 0;
 
@@ -123,6 +126,26 @@ public:
     /// The first fault that the device or a peer reported, if any. Never blocks.
     virtual Status poll_fault() noexcept = 0;
     virtual void abort(const std::string& reason) noexcept = 0;
+};
+
+/// Side work that is joined whatever happens: what it refers to may lie on the stack behind this.
+class Fork {
+public:
+    Fork(Backend& backend, FunctionRef<void(Lane& side)> side_work) : backend_(backend) { backend.fork(side_work); }
+    ~Fork() {
+        if (!joined_) static_cast<void>(backend_.end_after_failure());
+    }
+    Fork(const Fork&) = delete;
+    Fork& operator=(const Fork&) = delete;
+
+    void join() {
+        joined_ = true;
+        backend_.join();
+    }
+
+private:
+    Backend& backend_;
+    bool joined_ = false;
 };
 
 }  // namespace latent_moe

@@ -211,9 +211,10 @@ TEST(Calls, WithDifferentTokensAreAnErrorOnEveryRank) {
             input.tokens = rank == 0 ? 6 : 0;
             return context.layer(0).run(Tail::column_parallel, input, out.writable_rows());
         },
-        "ranks make different calls: rank 0 is in tail column_parallel of layer 7 with 6 tokens, rank 1 in tail "
+        "ranks make different calls: rank 0 is in tail column_parallel of layer 7 with 6 tokens and a prefix, rank 1 in "
+        "tail "
         "column_parallel of layer 7 "
-        "with 0 tokens");
+        "with 0 tokens and a prefix");
 }
 
 TEST(Calls, OfDifferentLayersAreAnErrorOnEveryRank) {
@@ -222,8 +223,9 @@ TEST(Calls, OfDifferentLayersAreAnErrorOnEveryRank) {
             return context.layer(static_cast<std::size_t>(rank))
                 .run(Tail::overlap, problem.input(rank), out.writable_rows());
         },
-        "ranks make different calls: rank 0 is in tail overlap of layer 7 with 6 tokens, rank 1 in tail overlap of layer 8 "
-        "with 6 tokens");
+        "ranks make different calls: rank 0 is in tail overlap of layer 7 with 6 tokens and a prefix, rank 1 in tail "
+        "overlap of layer 8 "
+        "with 6 tokens and a prefix");
 }
 
 TEST(Calls, ThroughDifferentTailsAreAnErrorOnEveryRank) {
@@ -232,30 +234,112 @@ TEST(Calls, ThroughDifferentTailsAreAnErrorOnEveryRank) {
             return context.layer(0).run(rank == 0 ? Tail::replicated : Tail::token_parallel, problem.input(rank),
                                         out.writable_rows());
         },
-        "ranks make different calls: rank 0 is in tail replicated of layer 7 with 6 tokens, rank 1 in tail token_parallel "
+        "ranks make different calls: rank 0 is in tail replicated of layer 7 with 6 tokens and a prefix, rank 1 in tail "
+        "token_parallel "
         "of layer 7 with 6 "
-        "tokens");
+        "tokens and a prefix");
 }
 
 TEST(Calls, ThatAPeerNeverMakesEndInATimeoutThatNamesIt) {
     const Problem problem(2, 3);
-    on_ranks(
-        2,
-        [&](const Bootstrap& bootstrap) {
-            const Context context = make_context(problem, bootstrap, problem.context_options());
-            if (bootstrap.rank == 1) {
-                std::this_thread::sleep_for(std::chrono::milliseconds(1200));
-                return;
-            }
-            Tensor out = problem.output();
-            for (const Tail tail : {Tail::overlap, Tail::replicated}) {
-                const Status status = context.layer(0).run(tail, problem.input(0), out.writable_rows());
-                EXPECT_EQ(status.code(), tail == Tail::overlap ? StatusCode::timeout : StatusCode::aborted);
-                EXPECT_NE(status.message().find("rank 1 did not arrive within 400 ms"), std::string::npos)
-                    << status.message();
-            }
-        },
-        400);
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        Options options = problem.context_options();
+        options.timeout_ms = 400;
+        const Context context = make_context(problem, bootstrap, options);
+        if (bootstrap.rank == 1) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+            return;
+        }
+        Tensor out = problem.output();
+        for (const Tail tail : {Tail::overlap, Tail::replicated}) {
+            const Status status = context.layer(0).run(tail, problem.input(0), out.writable_rows());
+            EXPECT_EQ(status.code(), tail == Tail::overlap ? StatusCode::timeout : StatusCode::aborted);
+            EXPECT_NE(status.message().find("rank 1 did not arrive within 400 ms"), std::string::npos) << status.message();
+        }
+        ASSERT_TRUE(context.poll_fault().has_value());
+        EXPECT_EQ(context.poll_fault()->layer, 7);
+    });
+}
+
+TEST(Calls, ThatFailAtAPeerSayWhichAndAtWhichStep) {
+    const Problem problem(2, 3);
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        Options options = problem.context_options();
+        options.timeout_ms = 400;
+        const Context context = make_context(problem, bootstrap, options);
+        if (bootstrap.rank == 1) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+            return;
+        }
+        Tensor out = problem.output();
+        EXPECT_EQ(context.layer(0).run(Tail::replicated, problem.input(0), out.writable_rows()).code(), StatusCode::timeout);
+        ASSERT_TRUE(context.poll_fault().has_value());
+        EXPECT_EQ(context.poll_fault()->rank, 1);
+        EXPECT_EQ(context.poll_fault()->phase, "reduction of the latent");
+    });
+}
+
+TEST(Calls, MayBeRefusedOnOneRankAloneAndThenFailOnBoth) {
+    const Problem problem(2, 3);
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        const Context context = make_context(problem, bootstrap, problem.context_options());
+        Tensor out = problem.output();
+        TailInput refused = problem.input(bootstrap.rank);
+        refused.routed = {};
+        if (bootstrap.rank == 1) {
+            EXPECT_EQ(context.layer(0).run(refused, out.writable_rows()).code(), StatusCode::invalid_argument);
+        }
+        // Rank 1's second call must not pass for its first.
+        EXPECT_EQ(context.layer(0).run(problem.input(bootstrap.rank), out.writable_rows()).code(), StatusCode::mismatch);
+    });
+}
+
+TEST(Calls, WithAPrefixOnOneRankOnlyAreAnErrorOnEveryRank) {
+    const Problem problem(2, 3);
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        const Context context = make_context(problem, bootstrap, problem.context_options());
+        Tensor out = problem.output();
+        TailInput input = problem.input(bootstrap.rank);
+        if (bootstrap.rank == 1) input.prefix = {};
+        EXPECT_EQ(context.layer(0).run(Tail::replicated, input, out.writable_rows()).code(), StatusCode::mismatch);
+    });
+}
+
+TEST(Calls, RefuseATailThatDoesNotExist) {
+    const Problem problem(1, 1);
+    const Context context = make_context(problem, single_rank(), problem.context_options());
+    Tensor out = problem.output();
+    EXPECT_EQ(context.layer(0).run(static_cast<Tail>(42), problem.input(0), out.writable_rows()).message(),
+              "tail is number 42, expected 0 to 5");
+}
+
+TEST(Contexts, ThatShareTheirRanksMustBeCalledInTheSameOrder) {
+    const Problem problem(2, 3);
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        const Context first = make_context(problem, bootstrap, problem.context_options());
+        const Context second = make_context(problem, bootstrap, problem.context_options());
+        Tensor out = problem.output();
+        ASSERT_TRUE(first.layer(0).run(problem.input(bootstrap.rank), out.writable_rows()).ok());
+        ASSERT_TRUE(second.layer(0).run(problem.input(bootstrap.rank), out.writable_rows()).ok());
+        const Context& next = bootstrap.rank == 0 ? first : second;
+        const Status status = next.layer(0).run(Tail::replicated, problem.input(bootstrap.rank), out.writable_rows());
+        EXPECT_EQ(status.code(), StatusCode::mismatch);
+        EXPECT_EQ(
+            status.message(),
+            "contexts that share their ranks were called in different orders: rank 0 is in context 1, rank 1 in context 2");
+    });
+}
+
+TEST(ContextCreation, RefusesASequenceParallelCallerThatNoTailCanServe) {
+    const Problem problem(2, 3);
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        Options options = problem.context_options();
+        options.sequence_parallel = true;
+        options.keep_whole_weights = false;
+        const std::string message =
+            message_of([&] { Context::create(problem.shape, bootstrap, options); }, StatusCode::unsupported);
+        EXPECT_EQ(message.find("no tail can run; token_parallel, for one: it needs the whole W_up"), 0U) << message;
+    });
 }
 
 TEST(Abort, EndsThePeersWaitAndFailsLaterCalls) {
