@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cli/command.h"
@@ -25,15 +26,29 @@
 namespace latent_moe::cli {
 namespace {
 
+/// What a process is about to do when it settles. Processes that were started with different arguments may differ here.
+enum class Stage : int { run_ranks, work_once, end };
+
+const char* name(Stage stage) noexcept {
+    switch (stage) {
+        case Stage::run_ranks: return "is about to run its rank";
+        case Stage::work_once: return "prepares what all ranks need";
+        case Stage::end: return "is at its end";
+    }
+    return "is elsewhere";
+}
+
 /// An outcome as it travels.
 struct Record {
     int status = 0;
     int code = 0;
+    int stage = 0;  ///< Stage: where the process is
     std::array<char, 1024> message{};
 };
 
-Record record_of(const Outcome& outcome) {
-    Record record{.status = outcome.status, .code = static_cast<int>(outcome.failure.code())};
+Record record_of(const Outcome& outcome, Stage stage) {
+    Record record{
+        .status = outcome.status, .code = static_cast<int>(outcome.failure.code()), .stage = static_cast<int>(stage)};
     outcome.failure.message().copy(record.message.data(), record.message.size() - 1);
     return record;
 }
@@ -70,7 +85,7 @@ public:
     bool speaks() const noexcept override { return rank_ == 0; }
 
     void run(const std::function<void(const Bootstrap&)>& body) override {
-        continue_together({});  // nobody waits in MPI for a rank that has failed already
+        continue_together({}, Stage::run_ranks);  // nobody waits in MPI for a rank that has failed already
         const Bootstrap bootstrap = mpi_ranks(MPI_COMM_WORLD, timeout_ms_);
         try {
             body(bootstrap);
@@ -85,12 +100,16 @@ public:
         continue_together(!speaks() ? Outcome{} : attempt([&] {
             work();
             return done;
-        }));
+        }),
+                          Stage::work_once);
     }
 
-    Outcome settle(Outcome own) override {
+    Outcome settle(Outcome own) override { return settle_at(Stage::end, std::move(own)); }
+
+private:
+    Outcome settle_at(Stage stage, Outcome own) {
         if (settled_) return *settled_;
-        const Record mine = record_of(own);
+        const Record mine = record_of(own, stage);
         std::vector<Record> all(static_cast<std::size_t>(world_));
         MPI_Request request = MPI_REQUEST_NULL;
         MPI_Iallgather(&mine, sizeof mine, MPI_BYTE, all.data(), sizeof mine, MPI_BYTE, MPI_COMM_WORLD, &request);
@@ -106,13 +125,22 @@ public:
             settled_ = Outcome{told->status, Status(static_cast<StatusCode>(told->code), told->message.data())};
             return *settled_;
         }
+        for (std::size_t rank = 1; rank < all.size(); ++rank) {
+            if (all[rank].stage == all[0].stage) continue;
+            settled_ = Outcome{bad_input,
+                               Status(StatusCode::invalid_argument,
+                                      fmt::format("processes do different things: rank 0 {}, rank {} {}; expected the same "
+                                                  "arguments for all",
+                                                  name(static_cast<Stage>(all[0].stage)), rank,
+                                                  name(static_cast<Stage>(all[rank].stage))))};
+            return *settled_;
+        }
         for (const Record& record : all) own.status = std::max(own.status, record.status);
         return own;
     }
 
-private:
-    void continue_together(const Outcome& own) {
-        const Outcome outcome = settle(own);
+    void continue_together(const Outcome& own, Stage stage) {
+        const Outcome outcome = settle_at(stage, own);
         if (!outcome.failure.ok()) throw Error(outcome.failure.code(), outcome.failure.message());
     }
 
