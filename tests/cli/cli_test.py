@@ -425,6 +425,16 @@ class Processes(Case):
                 self.assertEqual(len(lines), 1, done.stderr)
                 self.assertIn(part, lines[0])
 
+    def test_different_arguments_end_in_one_error(self):
+        ranks = ["run", *SMALL, "--timeout-ms", 1500, "--ranks", "processes"]
+        two_command_lines = [*ranks, "--no-check", ":", "-n", "1", PROGRAM, *ranks]
+        launcher = [MPIRUN, "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else []), "-n", "1"]
+        done = self.call(*two_command_lines, launcher=launcher, environment={"ASAN_OPTIONS": "detect_leaks=0"})
+        self.assertEqual(done.returncode, 2, done.stderr)
+        lines = self.error_lines(done)
+        self.assertEqual(len(lines), 1, done.stderr)
+        self.assertIn("expected the same arguments for all", lines[0])
+
     def test_without_a_launcher(self):
         done = self.call("verify", *SMALL, "--ranks", "processes", "--tp", 4, environment={"ASAN_OPTIONS": "detect_leaks=0"})
         self.assertEqual(done.returncode, 2)
