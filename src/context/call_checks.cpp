@@ -37,6 +37,13 @@ Matrix matrix(const char* what, const Rows& rows, std::int64_t count, std::int64
     return {static_cast<std::byte*>(rows.data), count, columns, stride, dtype};
 }
 
+void require_alignment(const char* what, const ConstMatrix& matrix, std::int64_t bytes) {
+    const bool first = reinterpret_cast<std::uintptr_t>(matrix.data) % static_cast<std::uintptr_t>(bytes) == 0;
+    if (first && (matrix.rows < 2 || matrix.stride_bytes() % bytes == 0)) return;
+    refuse(fmt::format("{} begins at {} with a row stride of {} bytes, expected multiples of {} bytes", what,
+                       static_cast<const void*>(matrix.data), matrix.stride_bytes(), bytes));
+}
+
 void require_no_overlap(const char* input_name, const ConstMatrix& input, const Matrix& out, bool may_be_same) {
     if (!input.present() || input.rows == 0 || out.rows == 0) return;
     if (may_be_same && input.data == out.data && input.stride == out.stride) return;

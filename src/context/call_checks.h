@@ -10,6 +10,9 @@
 
 namespace latent_moe {
 
+/// Refuses rows that do not all begin at multiples of `bytes`, which a backend's kernels may need.
+void require_alignment(const char* what, const ConstMatrix& matrix, std::int64_t bytes);
+
 /// The caller's rows as a matrix. Throws `invalid_argument` if they are missing, or their stride is below `columns` or
 /// negative.
 ConstMatrix const_matrix(const char* what, const ConstRows& rows, std::int64_t count, std::int64_t columns, Dtype dtype);

@@ -35,12 +35,14 @@ public:
           bootstrap(bootstrap_),
           options(options_),
           backend(entry.make(shape, bootstrap, options)),
+          row_alignment(backend->capabilities().row_alignment),
           planner(shape, bootstrap.world, options, backend->capabilities()) {}
 
     const Shape shape;
     const Bootstrap bootstrap;
     const Options options;
     const std::unique_ptr<Backend> backend;
+    const std::int64_t row_alignment;
     const Planner planner;
     std::vector<LayerEntry> layers;
     bool sealed = false;
@@ -355,6 +357,12 @@ TailCall checked_call(const ContextState& state, const PackedLayer& layer, const
         call.shared = const_matrix("shared", input.shared, input.tokens, shape.hidden, dtype);
     }
     if (input.prefix.data != nullptr) call.prefix = const_matrix("prefix", input.prefix, out_rows, shape.hidden, dtype);
+    for (const auto& [what, rows] : {std::pair<const char*, ConstMatrix>{"routed", call.routed},
+                                     {"shared", call.shared},
+                                     {"prefix", call.prefix},
+                                     {"out", call.out}}) {
+        require_alignment(what, rows, state.row_alignment);
+    }
     require_no_overlap("routed", call.routed, call.out, false);
     require_no_overlap("shared", call.shared, call.out, !call.stop_before_gather);
     require_no_overlap("prefix", call.prefix, call.out, true);

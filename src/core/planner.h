@@ -20,7 +20,8 @@ struct Capabilities {
     std::string concurrent_lanes_reason;  ///< why not
     bool fused = false;
     std::string fused_reason = "this backend has no fused kernel";
-    bool whole_weights = false;  ///< the whole W_up is on every rank
+    std::int64_t row_alignment = 1;  ///< bytes: where rows of the caller's must begin
+    bool whole_weights = false;      ///< the whole W_up is on every rank
 };
 
 class Planner {

@@ -16,7 +16,7 @@ template <typename Value>
 std::vector<Value> gather(const Bootstrap& bootstrap, const Value& value) {
     static_assert(std::is_trivially_copyable_v<Value>);
     std::vector<Value> all(static_cast<std::size_t>(bootstrap.world));
-    bootstrap.all_gather_bytes(&value, all.data(), sizeof value);
+    bootstrap.all_gather_bytes(&value, all.data(), sizeof(Value));
     return all;
 }
 

@@ -190,9 +190,10 @@ void Gemm::measure(Choice& choice, std::int64_t m) const {
             works = launch(operands, description, suggestion.algo, stream.get()) == CUBLAS_STATUS_SUCCESS;
             check(cudaEventRecord(end.get(), stream.get()), "cudaEventRecord");
             check(cudaEventSynchronize(end.get()), "a product to measure");
-            if (works && run >= 0)
+            if (works && run >= 0) {
                 check(cudaEventElapsedTime(&times[static_cast<std::size_t>(run)], begin.get(), end.get()),
                       "cudaEventElapsedTime");
+            }
         }
         if (!works) continue;
         std::ranges::nth_element(times, times.begin() + timed_runs / 2);

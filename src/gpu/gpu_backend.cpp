@@ -89,6 +89,7 @@ public:
                 .concurrent_lanes_reason = fmt::format("two collectives at once need a peer window: {}", window_missing_),
                 .fused = fused_.has_value() && fused_->missing().empty(),
                 .fused_reason = fused_.has_value() ? fused_->missing() : "there is one rank",
+                .row_alignment = 16,
                 .whole_weights = keeps_whole()};
     }
 

@@ -150,9 +150,10 @@ void NcclExchange::all_gather(const ConstMatrix& in, std::span<const TokenRange>
         const Matrix& theirs = parts[static_cast<std::size_t>(peer)];
         if (mine.count > 0)
             check(nccl().Send(sent.data, elements(sent), type_of(in.dtype), peer, communicator_.get(), stream), "ncclSend");
-        if (theirs.rows > 0)
+        if (theirs.rows > 0) {
             check(nccl().Recv(theirs.data, elements(theirs), type_of(in.dtype), peer, communicator_.get(), stream),
                   "ncclRecv");
+        }
     }
     group.end();
     communicator_.after(stream);
