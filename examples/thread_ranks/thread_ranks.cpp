@@ -37,8 +37,8 @@ int main() {
 
     latent_moe::run_thread_ranks(2, [&](const Bootstrap& bootstrap) {
         Context context = Context::create(shape, bootstrap);
-        const Layer layer = context.add_layer(
-            0, {.data = up_projection.data(), .rows = shape.hidden, .dtype = Dtype::f32}, gamma.data());
+        const Layer layer =
+            context.add_layer(0, {.data = up_projection.data(), .rows = shape.hidden, .dtype = Dtype::f32}, gamma.data());
         context.seal();
 
         // This rank's summands of the routed and of the shared experts.
@@ -50,8 +50,9 @@ int main() {
         const Status status = layer.run({.routed = routed.data(), .shared = shared.data(), .tokens = tokens}, out.data());
         if (!status.ok()) throw std::runtime_error(status.message());
         if (bootstrap.rank == 0) {
-            std::printf("tail %s on %d ranks: out[0][0..3] = %.4f %.4f %.4f %.4f\n", name(context.plan(tokens).tail), context.world(),
-                        static_cast<double>(out[0]), static_cast<double>(out[1]), static_cast<double>(out[2]), static_cast<double>(out[3]));
+            std::printf("tail %s on %d ranks: out[0][0..3] = %.4f %.4f %.4f %.4f\n", name(context.plan(tokens).tail),
+                        context.world(), static_cast<double>(out[0]), static_cast<double>(out[1]),
+                        static_cast<double>(out[2]), static_cast<double>(out[3]));
         }
     });
     return 0;

@@ -121,7 +121,12 @@ TEST(Transport, RefusesDifferentCallsOnEveryRankAndNamesBoth) {
     on_ranks(2, [](const Bootstrap& bootstrap) {
         const bool first = bootstrap.rank == 0;
         std::string message;
-        const ExchangeHeader header{.call = 4, .tokens = first ? 8 : 9, .layer = 3, .tail = Tail::overlap, .is_tail = true, .step = Step::reduce_latent};
+        const ExchangeHeader header{.call = 4,
+                                    .tokens = first ? 8 : 9,
+                                    .layer = 3,
+                                    .tail = Tail::overlap,
+                                    .is_tail = true,
+                                    .step = Step::reduce_latent};
         EXPECT_EQ(code_of_exchange(*bootstrap.transport, header, &message), StatusCode::mismatch);
         EXPECT_EQ(message,
                   "ranks make different calls: rank 0 is in tail overlap of layer 3 with 8 tokens, rank 1 in tail overlap "

@@ -884,7 +884,7 @@ void stages(int tokens) {
     for (int i = 0; i < 4; ++i) p.each([&](int r) { CUDA(cudaGraphLaunch(exec[r], p.ranks[r].stream)); });
     p.sync();
     static const char* names[] = {"began",  "predecessor over", "published",    "weights asked", "latents", "last latents",
-                                  "shared", "multiply",         "last weights", "multiplied",   "parts",   "sent",
+                                  "shared", "multiply",         "last weights", "multiplied",    "parts",   "sent",
                                   "came"};
     const int grid = fused_tail_grid(p.plan(tokens));
     p.each([&](int r) {

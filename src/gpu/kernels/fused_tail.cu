@@ -112,7 +112,7 @@ struct Compiled {
 template <int tokens, int rows, Known known = Known{}>
 constexpr Compiled compiled() {
     using T = Tile<tokens, rows, known>;
-    return {tokens,          rows,           known,         tail<T>,    T::threads, T::gather_threads, T::gather_at_once,
+    return {tokens,          rows,           known,          tail<T>,    T::threads, T::gather_threads, T::gather_at_once,
             T::weight_bytes, T::token_bytes, T::parts_bytes, T::max_ring};
 }
 
@@ -121,7 +121,8 @@ constexpr Known pairs_of_four{.split = 4, .world = 2, .turns = 1};
 /// The first that serves a plan is taken: what is known at compile time comes first.
 constexpr Compiled tiles[] = {
 #ifdef LATENT_MOE_FUSED_STAMPS
-    compiled<8, 128, Known{4, 2, 1, true}>(), compiled<16, 128, Known{4, 2, 1, true}>(),
+    compiled<8, 128, Known{4, 2, 1, true}>(),
+    compiled<16, 128, Known{4, 2, 1, true}>(),
     compiled<64, 128, Known{4, 2, 1, true}>(),
 #endif
     compiled<8, 128, pairs_of_four>(),
@@ -141,11 +142,12 @@ constexpr Compiled tiles[] = {
 
 const Compiled* find(const FusedTailShape& shape, const FusedTailPlan& plan, bool stamps = false) {
     if (plan.clusters < 1) return nullptr;
-    const std::int64_t turns = (shape.hidden / shape.world + plan.rows * plan.clusters - 1) / std::max(1, plan.rows * plan.clusters);
+    const std::int64_t turns =
+        (shape.hidden / shape.world + plan.rows * plan.clusters - 1) / std::max(1, plan.rows * plan.clusters);
     for (const Compiled& c : tiles) {
         const auto serves = [](int known, std::int64_t actual) { return known == 0 || known == actual; };
-        if (c.tokens == plan.tokens && c.rows == plan.rows && (stamps || !c.known.stamps) && serves(c.known.split, plan.split) &&
-            serves(c.known.world, shape.world) && serves(c.known.turns, turns)) {
+        if (c.tokens == plan.tokens && c.rows == plan.rows && (stamps || !c.known.stamps) &&
+            serves(c.known.split, plan.split) && serves(c.known.world, shape.world) && serves(c.known.turns, turns)) {
             return &c;
         }
     }
@@ -195,7 +197,8 @@ bool cut(const FusedTailShape& shape, const FusedTailPlan& plan, const Compiled&
     p.block_stride = (p.blocks + plan.split - 1) / plan.split;
     // So many columns at once that a thread has at most as many rows as it polls together; but no more passes than barriers.
     const int units = p.block_stride * 8, fewest = (p.block_stride + max_passes - 1) / max_passes * 8;
-    p.gather_columns = std::min({units, tile.gather_threads, std::max(fewest, tile.gather_threads * tile.gather_at_once / tile.tokens / 8 * 8)});
+    p.gather_columns = std::min(
+        {units, tile.gather_threads, std::max(fewest, tile.gather_threads * tile.gather_at_once / tile.tokens / 8 * 8)});
     if (p.gather_columns < fewest) return false;
     p.gather_rows = tile.gather_threads / p.gather_columns;
 

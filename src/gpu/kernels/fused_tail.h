@@ -39,15 +39,15 @@ struct FusedTailShape {
 /// How the work is cut. Chosen by `plan_fused_tail`; every field may be overridden by measurement, then `fused_tail_fits`
 /// tells whether the result can run.
 struct FusedTailPlan {
-    int tokens = 0;           ///< token columns of the product: 8, 16, 32, 64 or 128; rows of one kernel
-    int rows = 0;             ///< of W that a cluster owns at a time: 64 or 128
-    int split = 0;            ///< CTAs of a cluster, each a part of K: 1, 2, 4 or 8
-    int clusters = 0;         ///< each takes every `clusters`-th tile of W
-    int in_flight_early = 3;  ///< bulk copies of weights in flight a CTA, until the latents are there,
-    int in_flight_late = 4;   ///< and after
-    int prefetch_blocks = 24;  ///< of weights that shared memory does not hold, into L2, at most,
+    int tokens = 0;             ///< token columns of the product: 8, 16, 32, 64 or 128; rows of one kernel
+    int rows = 0;               ///< of W that a cluster owns at a time: 64 or 128
+    int split = 0;              ///< CTAs of a cluster, each a part of K: 1, 2, 4 or 8
+    int clusters = 0;           ///< each takes every `clusters`-th tile of W
+    int in_flight_early = 3;    ///< bulk copies of weights in flight a CTA, until the latents are there,
+    int in_flight_late = 4;     ///< and after
+    int prefetch_blocks = 24;   ///< of weights that shared memory does not hold, into L2, at most,
     int prefetch_clocks = 700;  ///< one in so many clocks
-    bool digest = true;        ///< of the latents, for the next call's header; the same on every rank
+    bool digest = true;         ///< of the latents, for the next call's header; the same on every rank
 };
 
 int fused_tail_grid(const FusedTailPlan& plan);

@@ -50,15 +50,21 @@ struct Gather {
     LATENT_MOE_DEVICE std::uint32_t token_address(int token, int unit) const {
         return cta.memory + p.at.tokens + unit / 8 * Tile::token_bytes + PackedLayout::unit_in_block(token, unit % 8);
     }
-    LATENT_MOE_DEVICE int column_unit(int unit) const { return cta.first_block * 8 + unit; }
-    LATENT_MOE_DEVICE bool inside(int unit) const { return column_unit(unit) < p.latent_units; }
+    LATENT_MOE_DEVICE int column_unit(int unit) const {
+        return cta.first_block * 8 + unit;
+    }
+    LATENT_MOE_DEVICE bool inside(int unit) const {
+        return column_unit(unit) < p.latent_units;
+    }
     LATENT_MOE_DEVICE uint4 gamma_of(int unit) const {
-        if (!p.gamma || unit >= cta.blocks * 8 || !inside(unit)) return make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80);
+        if (!p.gamma || unit >= cta.blocks * 8 || !inside(unit))
+            return make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80);
         return load16(p.gamma + column_unit(unit) * 16);
     }
 
     LATENT_MOE_DEVICE void copy_own_rows(const State& state, const Place& first) const {
-        // A slot is below 2^30, so this adds 0: own rows are asked for once the state is there, behind the loads to be published.
+        // A slot is below 2^30, so this adds 0: own rows are asked for once the state is there, behind the loads to be
+        // published.
         const char* from = p.routed.data + (state.slot >> 30);
 #pragma unroll 1
         for (int unit = first.unit; unit < cta.blocks * 8 && inside(unit); unit += p.gather_columns) {
@@ -70,8 +76,9 @@ struct Gather {
         copies_commit();
     }
 
-    /// One row's unit: Σ routed → Σ routed · γ in shared memory. Returns the unit's sum of squares: +Inf if it overflows (the chain's
-    /// factor is 0 then, and so is the row's product), NaN if an element is not finite once rounded (then the chain's row is not).
+    /// One row's unit: Σ routed → Σ routed · γ in shared memory. Returns the unit's sum of squares: +Inf if it overflows
+    /// (the chain's factor is 0 then, and so is the row's product), NaN if an element is not finite once rounded (then the
+    /// chain's row is not).
     LATENT_MOE_DEVICE float put(int token, int unit, const float (&sum)[U::size], uint4 gamma) const {
         float squares = 0, largest = 0, scaled[U::size], g[U::size];
         U::unpack(gamma, g);
@@ -127,8 +134,8 @@ struct Gather {
         }
     }
 
-    /// In passes over this CTA's K, so that the first blocks are multiplied while the last are still gathered. With a single peer a
-    /// thread polls several rows together, else several ranks of one row.
+    /// In passes over this CTA's K, so that the first blocks are multiplied while the last are still gathered. With a single
+    /// peer a thread polls several rows together, else several ranks of one row.
     LATENT_MOE_DEVICE void gather_latents(const Slot<Cta>& slot, const Place& first, uint4 gamma) {
         constexpr int rows = pair ? Tile::gather_at_once : 1;
         const int step = p.gather_rows;
@@ -187,8 +194,8 @@ struct Gather {
         stamp<Tile>(p, last_latents_done, thread == threads - 32);
     }
 
-    /// By the first cluster, which has all of K: of the latents as they are multiplied. What ranks compute from what they received
-    /// is that alone; a column has one owner.
+    /// By the first cluster, which has all of K: of the latents as they are multiplied. What ranks compute from what they
+    /// received is that alone; a column has one owner.
     LATENT_MOE_DEVICE void digest_latents(const State& state, const Place& first) const {
         std::uint32_t digest = 0;
 #pragma unroll 1
@@ -225,9 +232,12 @@ struct Gather {
         }
     }
 
-    // ---- 3. Σ shared. An item is a token and 8 columns that this CTA finishes; other warps begin than those that send squares.
+    // ---- 3. Σ shared. An item is a token and 8 columns that this CTA finishes; other warps begin than those that send
+    // squares.
 
-    LATENT_MOE_DEVICE int first_shared_item() const { return thread < threads / 2 ? thread + threads / 2 : thread - threads / 2; }
+    LATENT_MOE_DEVICE int first_shared_item() const {
+        return thread < threads / 2 ? thread + threads / 2 : thread - threads / 2;
+    }
 
     struct SharedItem {
         int token, unit;

@@ -2,26 +2,30 @@
 //
 //     region of one rank's window:  | head: state, an entry a CTA; digests | slot 0 | slot 1 | slot 2 |
 //     slot:  | latents from each peer | slices of the shared partials from each peer | finished columns from each peer |
-//     box:   `capacity` rows without gaps; a call of M rows uses the first M, and a word that was not sent holds the sentinel
+//     box:   `capacity` rows without gaps; a call of M rows uses the first M, and a word that was not sent holds the
+//     sentinel
 //
-// WHO WRITES WHAT, WHEN. Fused call f (they count on their own: other kernels of the context do not touch this region) sends into
-// slot f mod 3 at the peers, reads slot f mod 3 of its own window, and re-arms slot (f - 1) mod 3 of its own window: *all rows that
-// call f - 1 used*, which the state remembers. A latent is read by every cluster, so its readers cannot re-arm it at once.
+// WHO WRITES WHAT, WHEN. Fused call f (they count on their own: other kernels of the context do not touch this region) sends
+// into slot f mod 3 at the peers, reads slot f mod 3 of its own window, and re-arms slot (f - 1) mod 3 of its own window:
+// *all rows that call f - 1 used*, which the state remembers. A latent is read by every cluster, so its readers cannot
+// re-arm it at once.
 //
-// WHY A SLOT IS NOT READ EARLY. Data is its own signal: a 4-byte word that is not the sentinel is one that was sent (mailbox.h).
+// WHY A SLOT IS NOT READ EARLY. Data is its own signal: a 4-byte word that is not the sentinel is one that was sent
+// (mailbox.h).
 //
-// WHY IT IS NOT READ STALE. Words of slot f mod 3 were last sent in call f - 3 and re-armed in call f - 2, by kernels that ended
-// before this one began (kernel order; `dependency_wait` under dependent launch). The rows re-armed are those of call f - 3
-// itself, so M may shrink and grow.
+// WHY IT IS NOT READ STALE. Words of slot f mod 3 were last sent in call f - 3 and re-armed in call f - 2, by kernels that
+// ended before this one began (kernel order; `dependency_wait` under dependent launch). The rows re-armed are those of call
+// f - 3 itself, so M may shrink and grow.
 //
-// WHY IT IS NOT OVERWRITTEN LATE (a peer's words of call f + 3 falling to a re-arm of call f + 1, or replacing unread words of
-// call f). The peer's call f + 3 sends after its call f + 2 has ended; that has seen this rank's header of call f + 2, which a
-// thread of this rank's call f + 2 sent after `dependency_wait` and a system-scope fence: so after this rank's calls f (the
-// reading) and f + 1 (the re-arm) ended. Release: fence, header; acquire: header, fence, kernel order (header.h). Two slots would
-// not do: in call f + 2 the peer has only seen the header of f + 1, which says nothing of the re-arm in call f + 1.
+// WHY IT IS NOT OVERWRITTEN LATE (a peer's words of call f + 3 falling to a re-arm of call f + 1, or replacing unread words
+// of call f). The peer's call f + 3 sends after its call f + 2 has ended; that has seen this rank's header of call f + 2,
+// which a thread of this rank's call f + 2 sent after `dependency_wait` and a system-scope fence: so after this rank's calls
+// f (the reading) and f + 1 (the re-arm) ended. Release: fence, header; acquire: header, fence, kernel order (header.h). Two
+// slots would not do: in call f + 2 the peer has only seen the header of f + 1, which says nothing of the re-arm in call f
+// + 1.
 //
-// WHAT AN EXPIRED WAIT LEAVES. Every CTA of a cluster runs to its end, because its neighbours count on its parts; the waits give up
-// and the results are garbage. The fault word is set; `out` is not to be used, and the region must be reset.
+// WHAT AN EXPIRED WAIT LEAVES. Every CTA of a cluster runs to its end, because its neighbours count on its parts; the waits
+// give up and the results are garbage. The fault word is set; `out` is not to be used, and the region must be reset.
 #pragma once
 
 #include "gpu/kernels/fused_tail_params.cuh"
@@ -41,7 +45,8 @@ struct alignas(32) State {
     LATENT_MOE_DEVICE std::uint32_t digests() const { return ~rows & 1; }
 };
 
-/// The region before the slots: an entry a CTA, and the digests of the two last calls, spread so that adding to them is quick.
+/// The region before the slots: an entry a CTA, and the digests of the two last calls, spread so that adding to them is
+/// quick.
 inline constexpr int digest_lanes = 32;
 struct Head {
     State state[max_grid];
@@ -66,7 +71,8 @@ struct Slot {
         std::int64_t at = offset + (kind == 0 ? 0 : p.latent_box) + (kind == 2 ? p.column_box : 0);
         if constexpr (Cta::pair) return reinterpret_cast<uint4*>((receiver == p.rank ? p.own_region : p.peer_region) + at);
         const int peers = cta.world() - 1, index = mailbox_index(source, receiver);
-        at = offset + (kind == 0 ? index * p.latent_box : peers * p.latent_box + ((kind - 1) * peers + index) * p.column_box);
+        at =
+            offset + (kind == 0 ? index * p.latent_box : peers * p.latent_box + ((kind - 1) * peers + index) * p.column_box);
         return reinterpret_cast<uint4*>(static_cast<char*>(p.exchange.window.base[receiver]) + p.region + at);
     }
     LATENT_MOE_DEVICE uint4* latents_from(int source) const { return box(0, source, cta.p.rank); }
@@ -101,10 +107,11 @@ LATENT_MOE_DEVICE State load_state(const Params& p) {
     return {v.x, v.y};
 }
 
-/// By one warp, once all threads of the CTA have loaded the state. As with the epoch: CTA b writes the entries b, b + G, …, so that
-/// the next call finds its own whatever its grid.
+/// By one warp, once all threads of the CTA have loaded the state. As with the epoch: CTA b writes the entries b, b + G, …,
+/// so that the next call finds its own whatever its grid.
 LATENT_MOE_DEVICE void store_state(const Params& p, const State& now, int lane) {
-    const uint2 next = make_uint2(now.slot == slots - 1 ? 0 : now.slot + 1, static_cast<std::uint32_t>(p.tokens) << 1 | now.digests());
+    const uint2 next =
+        make_uint2(now.slot == slots - 1 ? 0 : now.slot + 1, static_cast<std::uint32_t>(p.tokens) << 1 | now.digests());
 #pragma unroll 1
     for (int i = static_cast<int>(blockIdx.x) + lane * static_cast<int>(gridDim.x); i < max_grid;
          i += 32 * static_cast<int>(gridDim.x)) {
@@ -112,8 +119,8 @@ LATENT_MOE_DEVICE void store_state(const Params& p, const State& now, int lane) 
     }
 }
 
-/// One thread's waiting for peers. As `Wait` of bounded_wait.h, but the telling is left to the end of the thread's role, where no
-/// registers are in use: a call inside a polling loop would make the hot path spill.
+/// One thread's waiting for peers. As `Wait` of bounded_wait.h, but the telling is left to the end of the thread's role,
+/// where no registers are in use: a call inside a polling loop would make the hot path spill.
 class PeerWait {
 public:
     LATENT_MOE_DEVICE explicit PeerWait(const Params& p) : p_(p) {}
@@ -195,9 +202,10 @@ LATENT_MOE_DEVICE void add_digest(const Params& p, const State& state, std::uint
     if (lane == 0) atomicAdd(&head(p).digest[state.digests()][place][0], digest);
 }
 
-/// The protocol's own work, by one warp of each CTA: the epoch, and in CTA 0 the headers, which carry what the call before added
-/// to its digest.
-__device__ __noinline__ inline void keep_protocol(const Params& p, std::uint32_t epoch, std::uint32_t digests_before, int lane) {
+/// The protocol's own work, by one warp of each CTA: the epoch, and in CTA 0 the headers, which carry what the call before
+/// added to its digest.
+__device__ __noinline__ inline void keep_protocol(const Params& p, std::uint32_t epoch, std::uint32_t digests_before,
+                                                  int lane) {
     const Exchange& x = p.exchange;
     const Call call{epoch, false};
     const bool fault = faulted(x, load_relaxed(&control(x).fault), epoch);

@@ -22,10 +22,11 @@ LATENT_MOE_DEVICE void arrive_at(std::uint32_t remote_bar) {
 }
 LATENT_MOE_DEVICE bool try_wait_cluster(std::uint32_t bar, int parity) {
     std::uint32_t done;
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done)
-                 : "r"(bar), "r"(parity)
-                 : "memory");
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(bar), "r"(parity)
+        : "memory");
     return done != 0;
 }
 
@@ -43,7 +44,8 @@ struct Math {
     /// By the first warp.
     LATENT_MOE_DEVICE void make_barriers(int lane) const {
         // Places of the ring that are used again; a lane each.
-        if (lane < min(p.ring, cta.turns() * cta.blocks - p.ring)) mbarrier::init(cta.bar(Barriers::empty, lane), Tile::math_warps);
+        if (lane < min(p.ring, cta.turns() * cta.blocks - p.ring))
+            mbarrier::init(cta.bar(Barriers::empty, lane), Tile::math_warps);
         if (lane == 0) {
             mbarrier::init(cta.bar(Barriers::received), 1);
             if (cta.turns() > 1) mbarrier::init(cta.bar(Barriers::may_send), cta.split());
@@ -54,8 +56,8 @@ struct Math {
     }
     LATENT_MOE_DEVICE static int parts_received() { return Tile::math_warps * Tile::fragment_data_bytes; }
 
-    // ---- publishing: the first half of the threads the latents, the second half (a little less urgent) the shared slices. Each CTA
-    // has a contiguous range of each.
+    // ---- publishing: the first half of the threads the latents, the second half (a little less urgent) the shared slices.
+    // Each CTA has a contiguous range of each.
 
     static constexpr int publish_at_once = Tile::tokens <= 32 ? 1 : Tile::tokens / 32;
 
@@ -127,13 +129,15 @@ struct Math {
 
     // ---- the product
 
-    /// This warp's fragment: 16 rows of the tile, all tokens. `index`: blocks multiplied before, in all tiles. The first time, the
-    /// tokens are still being gathered.
-    LATENT_MOE_DEVICE void multiply(bool first_time, int& place, int& round, int& index, float (&sum)[Tile::tokens / 2]) const {
+    /// This warp's fragment: 16 rows of the tile, all tokens. `index`: blocks multiplied before, in all tiles. The first
+    /// time, the tokens are still being gathered.
+    LATENT_MOE_DEVICE void multiply(bool first_time, int& place, int& round, int& index,
+                                    float (&sum)[Tile::tokens / 2]) const {
         constexpr int width = Tile::tokens < 64 ? Tile::tokens : 64, groups = Tile::tokens / width;  // of tokens: one wgmma
         float acc[Tile::chains][groups][width / 2] = {};
         const int freed = cta.turns() * cta.blocks - p.ring;  // blocks whose place somebody waits for
-        const std::uint32_t weights = cta.ring(0) + warp / 4 * 64 * PackedLayout::row_bytes, tokens = cta.memory + p.at.tokens;
+        const std::uint32_t weights = cta.ring(0) + warp / 4 * 64 * PackedLayout::row_bytes,
+                            tokens = cta.memory + p.at.tokens;
         const int blocks_of_pass = static_cast<int>(static_cast<unsigned>(p.gather_columns) / 8);
         int block = 0;
 #pragma unroll 1
@@ -152,8 +156,9 @@ struct Math {
                 for (int step = 0; step < 4; ++step) {
 #pragma unroll
                     for (int g = 0; g < groups; ++g) {
-                        Wgmma<width>::template multiply<Dtype::bf16>(acc[step % Tile::chains][g], w + 2 * step,
-                                                                     t + 2 * step + g * (width * PackedLayout::row_bytes >> 4));
+                        Wgmma<width>::template multiply<Dtype::bf16>(
+                            acc[step % Tile::chains][g], w + 2 * step,
+                            t + 2 * step + g * (width * PackedLayout::row_bytes >> 4));
                     }
                 }
                 wgmma_commit();
@@ -177,13 +182,14 @@ struct Math {
 
     LATENT_MOE_DEVICE void send_fragment(const float (&sum)[Tile::tokens / 2]) const {
         const int fragments = cta.fragments(), owner = warp >> cta.fragments_log2(), mine = warp & (fragments - 1);
-        const std::uint32_t at = cta.memory + p.at.parts + (cta.part * fragments + mine) * Tile::fragment_bytes +
-                                 Tile::lane_offset(thread % 32);
+        const std::uint32_t at =
+            cta.memory + p.at.parts + (cta.part * fragments + mine) * Tile::fragment_bytes + Tile::lane_offset(thread % 32);
         const std::uint32_t to = cluster::address_at(at, owner);
         const std::uint32_t signal = cluster::address_at(cta.bar(Barriers::received), owner);
 #pragma unroll
         for (int j = 0; j < Tile::tokens / 8; ++j) {
-            cluster::store_async(to + j * Tile::group_bytes, make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]), signal);
+            cluster::store_async(to + j * Tile::group_bytes,
+                                 make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]), signal);
         }
     }
 
@@ -212,8 +218,12 @@ struct Math {
         }
     }
 
-    LATENT_MOE_DEVICE int items_log2() const { return cta.units_log2() + (items_of_unit == 4 ? 2 : 0); }  ///< of a token
-    LATENT_MOE_DEVICE int item_count() const { return p.tokens << items_log2(); }
+    LATENT_MOE_DEVICE int items_log2() const {
+        return cta.units_log2() + (items_of_unit == 4 ? 2 : 0);
+    }  ///< of a token
+    LATENT_MOE_DEVICE int item_count() const {
+        return p.tokens << items_log2();
+    }
 
     struct Item {
         int token;
@@ -300,7 +310,8 @@ struct Math {
                 result.at[w] = E::canonical(result.at[w]);
             }
             for_each_peer(cta, [&](int peer) {
-                store(reinterpret_cast<std::uint32_t*>(slot.columns_to(peer)) + i.token * p.column_units * 4 + i.word, result);
+                store(reinterpret_cast<std::uint32_t*>(slot.columns_to(peer)) + i.token * p.column_units * 4 + i.word,
+                      result);
             });
             store(word_of(p.out, i), result);
         }

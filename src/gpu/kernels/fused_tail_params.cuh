@@ -17,12 +17,12 @@ inline constexpr int max_split = 8;
 inline constexpr int tick_log2_ns = 20;   ///< waits are timed in ticks of a millisecond
 inline constexpr int fragment_rows = 16;  ///< of W: one warp's part of a wgmma
 
-/// What a kernel is compiled for. A `known` of 0 is read at run time; knowing it makes the kernel smaller, and every instruction that
-/// need not be fetched counts: most of the code runs once.
+/// What a kernel is compiled for. A `known` of 0 is read at run time; knowing it makes the kernel smaller, and every
+/// instruction that need not be fetched counts: most of the code runs once.
 struct Known {
-    int split = 0;       ///< CTAs of a cluster
-    int world = 0;       ///< only 2 is of use
-    int turns = 0;       ///< tiles of a cluster; only 1 is of use
+    int split = 0;        ///< CTAs of a cluster
+    int world = 0;        ///< only 2 is of use
+    int turns = 0;        ///< tiles of a cluster; only 1 is of use
     bool stamps = false;  ///< see fused_tail_stamps.cuh
 };
 
@@ -48,14 +48,16 @@ struct Tile {
     static constexpr int threads = (protocol_warp + 1) * 32;
 
     static constexpr int max_ring = max_ring_of(rows);
-    static constexpr int gather_at_once = tokens == 8 ? 2 : tokens <= 32 ? 4 : 6;  ///< rows that a thread polls together, if there is one peer
-    static constexpr int weight_bytes = rows * PackedLayout::row_bytes;   ///< of one block of 64 columns
-    static constexpr int token_bytes = tokens * PackedLayout::row_bytes;  ///< of one block
+    static constexpr int gather_at_once = tokens == 8    ? 2
+                                          : tokens <= 32 ? 4
+                                                         : 6;  ///< rows that a thread polls together, if there is one peer
+    static constexpr int weight_bytes = rows * PackedLayout::row_bytes;     ///< of one block of 64 columns
+    static constexpr int token_bytes = tokens * PackedLayout::row_bytes;    ///< of one block
     static constexpr int chains = tokens <= 16 ? 4 : tokens == 32 ? 2 : 1;  ///< of wgmma, added at the end
 
-    // A fragment as its warp's lanes hold it: | tokens 0 … 7: lane 0: 4 floats, lane 1 … | tokens 8 … 15 | …. There are 16 bytes
-    // more after every 8 lanes and the size is an odd multiple of 64, so that a warp that reads 2 tokens × 32 rows, or 8 tokens ×
-    // 4 rows 8 apart, meets no bank twice.
+    // A fragment as its warp's lanes hold it: | tokens 0 … 7: lane 0: 4 floats, lane 1 … | tokens 8 … 15 | …. There are 16
+    // bytes more after every 8 lanes and the size is an odd multiple of 64, so that a warp that reads 2 tokens × 32 rows, or
+    // 8 tokens × 4 rows 8 apart, meets no bank twice.
     static constexpr int group_bytes = 512 + 64;  ///< of 8 tokens
     static constexpr int fragment_bytes = tokens / 8 * group_bytes + (tokens / 8 % 2 == 0 ? 64 : 0);
     static constexpr int fragment_data_bytes = fragment_rows * tokens * 4;
@@ -72,8 +74,8 @@ struct Tile {
     static_assert(threads <= 1024);
 };
 
-/// Where things lie in shared memory, in bytes from its start: | barriers | ring of weights | tokens | parts | shared sums | squares |
-/// block squares |. Ring and tokens are aligned to 1 KB for the swizzle.
+/// Where things lie in shared memory, in bytes from its start: | barriers | ring of weights | tokens | parts | shared sums |
+/// squares | block squares |. Ring and tokens are aligned to 1 KB for the swizzle.
 inline constexpr int at_ring = 1024;
 struct SharedLayout {
     int tokens;         ///< Σ routed · γ as wgmma reads it: blocks of [tokens, 64 columns], swizzled
@@ -86,12 +88,12 @@ struct SharedLayout {
 
 /// mbarriers, then single words.
 struct Barriers {
-    static constexpr int full = 0;                     ///< [24] a block of weights has come
-    static constexpr int empty = full + 8 * 24;        ///< [24] it has been multiplied
-    static constexpr int received = empty + 8 * 24;    ///< parts (and, for the first tile, squares) of the whole cluster
-    static constexpr int may_send = received + 8;            ///< the cluster has read the parts of the tile before
-    static constexpr int epoch = may_send + 8;               ///< word: this call's
-    static constexpr int latent_ready = epoch + 4;           ///< word, a hint for the weight warp
+    static constexpr int full = 0;                   ///< [24] a block of weights has come
+    static constexpr int empty = full + 8 * 24;      ///< [24] it has been multiplied
+    static constexpr int received = empty + 8 * 24;  ///< parts (and, for the first tile, squares) of the whole cluster
+    static constexpr int may_send = received + 8;    ///< the cluster has read the parts of the tile before
+    static constexpr int epoch = may_send + 8;       ///< word: this call's
+    static constexpr int latent_ready = epoch + 4;   ///< word, a hint for the weight warp
     static constexpr int bytes = latent_ready + 4;
 };
 static_assert(Barriers::bytes <= at_ring);
@@ -100,12 +102,12 @@ static_assert(Barriers::bytes <= at_ring);
 enum NamedBarrier : int { squares_ready = 1, shared_ready = 2, parts_read = 3, tokens_ready = 4 };
 inline constexpr int max_passes = 8;
 
-/// In the order in which the kernel needs them: a line of the constant cache that is first touched late, behind the weight stream,
-/// costs a microsecond: `touch`.
+/// In the order in which the kernel needs them: a line of the constant cache that is first touched late, behind the weight
+/// stream, costs a microsecond: `touch`.
 struct Params {
     const char* weights;
     int tokens;
-    int blocks;        ///< of 64 columns of W
+    int blocks;  ///< of 64 columns of W
     int tiles, clusters, split_log2;
     int ring, in_flight_early, in_flight_late, prefetch_blocks, prefetch_clocks;
     int latent_units;    ///< L / 8
@@ -205,7 +207,9 @@ LATENT_MOE_DEVICE T load_shared(std::uint32_t address) {
     T v;
     if constexpr (sizeof(T) == 16) {
         uint4 w;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(address)
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                     : "r"(address)
                      : "memory");
         v = *reinterpret_cast<T*>(&w);
     } else {
@@ -220,10 +224,12 @@ template <class T>
 LATENT_MOE_DEVICE void store_shared(std::uint32_t address, T v) {
     if constexpr (sizeof(T) == 16) {
         const uint4 w = *reinterpret_cast<uint4*>(&v);
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w) : "memory");
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
+                     : "memory");
     } else {
         static_assert(sizeof(T) == 4);
-        asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(address), "r"(*reinterpret_cast<std::uint32_t*>(&v)) : "memory");
+        asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(address), "r"(*reinterpret_cast<std::uint32_t*>(&v))
+                     : "memory");
     }
 }
 

@@ -1,4 +1,5 @@
-// Time stamps of a call's stages, for measurement: compiled in where a tile says so, into `stamps[layer-chosen base][CTA][stage]`.
+// Time stamps of a call's stages, for measurement: compiled in where a tile says so, into `stamps[layer-chosen
+// base][CTA][stage]`.
 #pragma once
 
 #include "gpu/kernels/fused_tail_params.cuh"

@@ -1,8 +1,8 @@
-// The weight warp: W's blocks from memory into a ring in shared memory, by bulk copies that land ready for wgmma. It starts before
-// anything else and before the predecessor has ended, since nobody writes weights.
+// The weight warp: W's blocks from memory into a ring in shared memory, by bulk copies that land ready for wgmma. It starts
+// before anything else and before the predecessor has ended, since nobody writes weights.
 //
-// The stream is throttled: at full rate its queues delay every latency-critical access (the latents above all) by microseconds.
-// Blocks that the ring does not hold yet are prefetched into L2.
+// The stream is throttled: at full rate its queues delay every latency-critical access (the latents above all) by
+// microseconds. Blocks that the ring does not hold yet are prefetched into L2.
 #pragma once
 
 #include "gpu/kernels/fused_tail_params.cuh"
@@ -21,8 +21,8 @@ LATENT_MOE_DEVICE bool try_wait(std::uint32_t bar, int parity) {
     return done != 0;
 }
 
-/// Waits for what this GPU alone completes, or what hangs on a wait for a peer that is itself bounded. Only a bug could make it wait
-/// for ever: after 2^32 looks (minutes) it traps. Small, because it is fetched on the hot path.
+/// Waits for what this GPU alone completes, or what hangs on a wait for a peer that is itself bounded. Only a bug could make
+/// it wait for ever: after 2^32 looks (minutes) it traps. Small, because it is fetched on the hot path.
 template <class Ready>
 LATENT_MOE_DEVICE void wait_locally(Ready ready) {
     std::uint32_t looks = 0;
@@ -50,8 +50,7 @@ LATENT_MOE_DEVICE void stream_weights(const Cta& cta, int lane) {
     };
     const auto issue = [&](int place) {
         mbarrier::expect(cta.bar(Barriers::full, place), Tile::weight_bytes);
-        bulk_copy(cta.ring(place), source(tile, block), Tile::weight_bytes,
-                  cta.bar(Barriers::full, place), evict_first);
+        bulk_copy(cta.ring(place), source(tile, block), Tile::weight_bytes, cta.bar(Barriers::full, place), evict_first);
     };
 
     constexpr int at_once = 2;  // these leave before the other barriers are ready; a ring has at least two places
@@ -103,7 +102,8 @@ LATENT_MOE_DEVICE void stream_weights(const Cta& cta, int lane) {
                 if (ahead <= i) skip_ahead();
             }
             wait_locally([&] {
-                const int in_flight = load_shared<int>(cta.bar(Barriers::latent_ready)) ? p.in_flight_late : p.in_flight_early;
+                const int in_flight =
+                    load_shared<int>(cta.bar(Barriers::latent_ready)) ? p.in_flight_late : p.in_flight_early;
                 if (i - landed < in_flight) return true;
                 if (!mbarrier::test(cta.bar(Barriers::full, landed_place), landed_turn & 1)) return false;
                 ++landed;
