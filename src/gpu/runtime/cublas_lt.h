@@ -8,13 +8,15 @@
 namespace latent_moe::gpu {
 
 struct CublasLt {
-#define LATENT_MOE_CUBLASLT_FUNCTIONS(X)                                                                      \
-    X(GetVersion)                                                                                             \
-    X(GetStatusString)                                                                                        \
-    X(Create)                                                                                                 \
+// clang-format off
+#define LATENT_MOE_CUBLASLT_FUNCTIONS(X) \
+    X(GetVersion) \
+    X(GetStatusString) \
+    X(Create) \
     X(Destroy) X(Matmul) X(MatmulAlgoGetHeuristic) X(MatmulAlgoConfigGetAttribute) X(MatmulDescInit_internal) \
-        X(MatmulDescSetAttribute) X(MatrixLayoutInit_internal) X(MatmulPreferenceInit_internal)               \
+        X(MatmulDescSetAttribute) X(MatrixLayoutInit_internal) X(MatmulPreferenceInit_internal) \
             X(MatmulPreferenceSetAttribute)
+// clang-format on
 #define X(name) decltype(&cublasLt##name) name = nullptr;
     LATENT_MOE_CUBLASLT_FUNCTIONS(X)
 #undef X

@@ -8,12 +8,14 @@
 namespace latent_moe::gpu {
 
 struct Nccl {
-#define LATENT_MOE_NCCL_FUNCTIONS(X)                                                                           \
-    X(GetVersion)                                                                                              \
-    X(GetUniqueId)                                                                                             \
-    X(CommInitRankConfig)                                                                                      \
+// clang-format off
+#define LATENT_MOE_NCCL_FUNCTIONS(X) \
+    X(GetVersion) \
+    X(GetUniqueId) \
+    X(CommInitRankConfig) \
     X(CommDestroy) X(CommAbort) X(CommSplit) X(CommCount) X(CommUserRank) X(CommCuDevice) X(CommGetAsyncError) \
         X(GetErrorString) X(GetLastError) X(AllReduce) X(AllGather) X(Send) X(Recv) X(GroupStart) X(GroupEnd)
+// clang-format on
 /// Since 2.28.
 #define LATENT_MOE_NCCL_WINDOW_FUNCTIONS(X) X(MemAlloc) X(MemFree) X(CommWindowRegister) X(CommWindowDeregister)
 #define X(name) decltype(&nccl##name) name = nullptr;
