@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(threads) one_stage(const __grid_constant__ Par
     for (std::uint32_t i = mine.begin + threadIdx.x; i < mine.end; i += threads) {
         send_to_peers<dtype>(x, call, p.units, i, t.own(i));
     }
-    __syncthreads();
+    sync_cta();
     leave_call(x, call, threadIdx.x, threads);
 
     const Boxes boxes = boxes_at(x, call, x.window.rank, p.units);
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(threads) two_stage(const __grid_constant__ Par
             Mailbox<dtype>::send(to + (i - first(piece)), t.own(i));
         }
     }
-    __syncthreads();
+    sync_cta();
     leave_call(x, call, threadIdx.x, threads);
 
     Wait wait(x, call.epoch);
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(threads) two_stage(const __grid_constant__ Par
             digest += t.store(i, value[0]);
         }
     }
-    __syncwarp();
+    sync_wave();
     add_to_digest(x, call, digest);
 }
 

@@ -127,6 +127,7 @@ public:
 
     /// Call after every look that found nothing. True: give up, now and ever after.
     LATENT_MOE_DEVICE bool over(int peer, Phase phase) {
+        let_others_run();
         if ((++looks_ & 31) == 0 && blame_ == 0) {
             const auto now = static_cast<std::uint32_t>(clock_ns() >> tick_log2_ns) | 1u;
             if (start_ == 0) start_ = now;
@@ -143,7 +144,7 @@ public:
     }
 
 private:
-    __device__ __noinline__ static void tell(const Params& p, std::uint32_t epoch, std::uint32_t blame) {
+    LATENT_MOE_DEVICE_CALL static void tell(const Params& p, std::uint32_t epoch, std::uint32_t blame) {
         const Exchange& x = p.exchange;
         if (faulted(x, load_relaxed(&control(x).fault), epoch)) return;
         raise_fault(x, epoch, FaultCode::timeout, static_cast<int>(blame >> 8), static_cast<Phase>(blame & 0xff), 0, 0);
@@ -197,25 +198,24 @@ LATENT_MOE_DEVICE void rearm(const Cta& cta, const State& state, int thread, int
 
 /// By whole warps: to this call's digest.
 LATENT_MOE_DEVICE void add_digest(const Params& p, const State& state, std::uint32_t digest) {
-    digest = __reduce_add_sync(0xffffffff, digest);
+    digest = sum_over_wave(digest);
     const unsigned lane = threadIdx.x & 31, place = (blockIdx.x + threadIdx.x / 32) % digest_lanes;
-    if (lane == 0) atomicAdd(&head(p).digest[state.digests()][place][0], digest);
+    if (lane == 0) add_relaxed<Scope::device>(&head(p).digest[state.digests()][place][0], digest);
 }
 
 /// The protocol's own work, by one warp of each CTA: the epoch, and in CTA 0 the headers, which carry what the call before
 /// added to its digest.
-__device__ __noinline__ inline void keep_protocol(const Params& p, std::uint32_t epoch, std::uint32_t digests_before,
-                                                  int lane) {
+LATENT_MOE_DEVICE_CALL void keep_protocol(const Params& p, std::uint32_t epoch, std::uint32_t digests_before, int lane) {
     const Exchange& x = p.exchange;
     const Call call{epoch, false};
     const bool fault = faulted(x, load_relaxed(&control(x).fault), epoch);
     leave_call(x, call, lane, 32);
     if (blockIdx.x != 0 || fault) return;
     std::uint32_t* digest = head(p).digest[digests_before][lane];
-    const std::uint32_t sum = __reduce_add_sync(0xffffffff, load_relaxed<Scope::device>(digest));
+    const std::uint32_t sum = sum_over_wave(load_relaxed<Scope::device>(digest));
     store_relaxed<Scope::device>(digest, 0u);
-    if (lane == 0) atomicAdd(&control(x).digest[(call.slot() + slots - 1) % slots], sum);
-    __syncwarp();
+    if (lane == 0) add_relaxed<Scope::device>(&control(x).digest[(call.slot() + slots - 1) % slots], sum);
+    sync_wave();
     exchange_headers(x, call, static_cast<std::uint32_t>(p.tokens), lane);
 }
 

@@ -13,13 +13,9 @@
 
 #include <cstdint>
 
-namespace latent_moe::gpu {
+#include "gpu/primitives/anywhere.h"
 
-#ifdef __CUDACC__
-#define LATENT_MOE_ANYWHERE __host__ __device__
-#else
-#define LATENT_MOE_ANYWHERE
-#endif
+namespace latent_moe::gpu {
 
 struct PackedLayout {
     static constexpr int tile_rows = 128;

@@ -66,9 +66,9 @@ LATENT_MOE_DEVICE uint4 sum_over_ranks(const Exchange& x, const Boxes& boxes, st
 
 /// What CTA 0 of every exchanging kernel does, and nothing else: the headers. The other CTAs carry data.
 LATENT_MOE_DEVICE void keep_protocol(const Exchange& x, const Call& call, std::uint32_t tokens) {
-    __syncthreads();  // all threads have read the epoch
-    if (threadIdx.x >= 32) return;
-    leave_call(x, call, threadIdx.x, 32);
+    sync_cta();  // all threads have read the epoch
+    if (threadIdx.x >= wave_size) return;
+    leave_call(x, call, threadIdx.x, wave_size);
     exchange_headers(x, call, tokens, threadIdx.x);
 }
 

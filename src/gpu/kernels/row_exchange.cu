@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(threads) scatter_rows(const __grid_constant__ 
         for_units(p, peer,
                   [&](std::uint32_t i) { Mailbox<dtype>::send(to + i, load_canonical<dtype>(p, p.x, p.first[peer], i)); });
     }
-    __syncthreads();
+    sync_cta();
     leave_call(x, call, threadIdx.x, threads);
 
     const Boxes boxes = boxes_at(x, call, rank, p.stride);
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(threads) gather_rows(const __grid_constant__ P
         send_to_peers<dtype>(x, call, p.stride, i, value);
         store(rank, i, value);
     });
-    __syncthreads();
+    sync_cta();
     leave_call(x, call, threadIdx.x, threads);
 
     const Boxes boxes = boxes_at(x, call, rank, p.stride);
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(threads) gather_rows(const __grid_constant__ P
             if (!wait.gave_up()) store(peer, i, value[0]);
         });
     }
-    __syncwarp();
+    sync_wave();
     add_to_digest(x, call, digest);
 }
 

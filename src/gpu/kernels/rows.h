@@ -3,8 +3,6 @@
 
 #include <cstdint>
 
-#include <cuda_runtime.h>
-
 #include "gpu/primitives/copy.h"
 #include "latent_moe/tensor.h"
 
@@ -34,17 +32,6 @@ inline UnitRows unit_rows(Rows r, std::int64_t width, Dtype dtype) {
 
 inline bool aligned(UnitRows r) {
     return (reinterpret_cast<std::uintptr_t>(r.data) | static_cast<std::uintptr_t>(r.stride)) % 16 == 0;
-}
-
-/// Calls `f` with the dtype as a constant.
-template <class F>
-cudaError_t for_dtype(Dtype dtype, F f) {
-    switch (dtype) {
-        case Dtype::bf16: return f.template operator()<Dtype::bf16>();
-        case Dtype::f16: return f.template operator()<Dtype::f16>();
-        case Dtype::f32: return f.template operator()<Dtype::f32>();
-        default: return cudaErrorInvalidValue;
-    }
 }
 
 }  // namespace latent_moe::gpu

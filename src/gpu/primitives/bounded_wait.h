@@ -13,12 +13,6 @@
 
 namespace latent_moe::gpu {
 
-LATENT_MOE_DEVICE std::uint64_t clock_ns() {
-    std::uint64_t now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    return now;
-}
-
 LATENT_MOE_DEVICE Control& control_of(const Exchange& x, int rank) {
     return *static_cast<Control*>(x.window.base[rank]);
 }
@@ -33,22 +27,22 @@ LATENT_MOE_DEVICE std::uint32_t fault_word(FaultCode code, int rank, Phase phase
 }
 
 /// Fills the host's record, if nobody did.
-__device__ inline bool record_fault(const Exchange& x, const FaultRecord& fault) {
-    if (atomicExch(&control(x).reported, 1) != 0) return false;
+LATENT_MOE_DEVICE_ANY bool record_fault(const Exchange& x, const FaultRecord& fault) {
+    if (exchange_relaxed<Scope::device>(&control(x).reported, 1) != 0) return false;
     *x.record = FaultRecord{0, fault.rank, fault.phase, fault.layer, fault.call, fault.expected, fault.found};
     fence<Scope::system>();
     store_relaxed(&x.record->code, fault.code);
     return true;
 }
 
-__device__ inline void tell_everybody(const Exchange& x, std::uint32_t word) {
+LATENT_MOE_DEVICE_ANY void tell_everybody(const Exchange& x, std::uint32_t word) {
     for (int r = 0; r < x.window.world; ++r) store_relaxed(&control_of(x, r).fault, word);
 }
 
 /// Sets this rank's fault word and its peers', and tells the host. A peer blames `x.window.rank` for a mismatch that it did
 /// not find itself, and whom this rank blames for anything else.
-__device__ inline void raise_fault(const Exchange& x, std::uint32_t epoch, FaultCode code, int rank, Phase phase,
-                                   std::uint64_t expected, std::uint64_t found) {
+LATENT_MOE_DEVICE_ANY void raise_fault(const Exchange& x, std::uint32_t epoch, FaultCode code, int rank, Phase phase,
+                                       std::uint64_t expected, std::uint64_t found) {
     record_fault(
         x, {static_cast<std::uint32_t>(code), rank, static_cast<std::uint32_t>(phase), x.layer, epoch, expected, found});
     tell_everybody(x, fault_word(code, code == FaultCode::mismatch ? x.window.rank : rank, phase));
@@ -56,7 +50,7 @@ __device__ inline void raise_fault(const Exchange& x, std::uint32_t epoch, Fault
 
 /// True if a kernel that reads `word` in `Control::fault` must leave. The first to see a fault that came from elsewhere
 /// tells the host of it, and the peers of an abort.
-__device__ inline bool faulted(const Exchange& x, std::uint32_t word, std::uint32_t epoch) {
+LATENT_MOE_DEVICE_ANY bool faulted(const Exchange& x, std::uint32_t word, std::uint32_t epoch) {
     if (word == 0) return false;
     const bool first =
         record_fault(x, {word & 0xff, static_cast<int>(word >> 8 & 0xff) - 1, word >> 16, x.layer, epoch, 0, 0});
@@ -71,6 +65,7 @@ public:
 
     /// Call after every look that found nothing. True: give up (now and ever after).
     LATENT_MOE_DEVICE bool over(int peer, Phase phase) {
+        let_others_run();
         if ((++looks_ & 31) != 0) return gave_up_;
         return look_around(peer, phase);
     }
@@ -80,7 +75,7 @@ public:
 private:
     /// Touches no host memory: thousands of waiting threads that read over PCIe stalled the launches of the very peer that
     /// they waited for.
-    __device__ __noinline__ bool look_around(int peer, Phase phase) {
+    LATENT_MOE_DEVICE_CALL bool look_around(int peer, Phase phase) {
         if (gave_up_) return true;
         const std::uint64_t now = clock_ns();
         if (start_ == 0) start_ = now;

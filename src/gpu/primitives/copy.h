@@ -13,15 +13,17 @@
 
 namespace latent_moe::gpu {
 
-LATENT_MOE_DEVICE std::uint32_t shared_address(const void* p) {
-    return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
-}
-
 LATENT_MOE_DEVICE uint4 load16(const void* from) {
     return *static_cast<const uint4*>(from);
 }
 LATENT_MOE_DEVICE void store16(void* to, uint4 v) {
     *static_cast<uint4*>(to) = v;
+}
+
+#ifdef __CUDACC__  // what follows is NVIDIA's alone
+
+LATENT_MOE_DEVICE std::uint32_t shared_address(const void* p) {
+    return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
 /// For data that is read once: leaves the caches to others. Never for memory that anybody writes during the kernel.
@@ -162,5 +164,7 @@ LATENT_MOE_DEVICE void sync_threads_of(int barrier, int threads) {
 LATENT_MOE_DEVICE void arrive_threads_of(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+
+#endif
 
 }  // namespace latent_moe::gpu

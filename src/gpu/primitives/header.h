@@ -20,7 +20,7 @@ namespace latent_moe::gpu {
 
 /// By one whole warp of the grid, once a call; lane r talks to rank r. Returns when every peer's header came, or a fault was
 /// set.
-__device__ inline void exchange_headers(const Exchange& x, const Call& call, std::uint32_t tokens, int lane) {
+LATENT_MOE_DEVICE_ANY void exchange_headers(const Exchange& x, const Call& call, std::uint32_t tokens, int lane) {
     Control& own = control(x);
     const int slot = call.slot(), previous = (slot + slots - 1) % slots, next = (slot + 1) % slots;
     const Header mine{call.epoch, tokens << 8 | x.tail, x.layer, load_relaxed<Scope::device>(&own.digest[previous])};
@@ -55,8 +55,8 @@ __device__ inline void exchange_headers(const Exchange& x, const Call& call, std
 
 /// By a whole warp: adds its lanes' digests of what they wrote to the call's. Integer sums: the order does not matter.
 LATENT_MOE_DEVICE void add_to_digest(const Exchange& x, const Call& call, std::uint32_t digest) {
-    digest = __reduce_add_sync(0xffffffff, digest);
-    if ((threadIdx.x & 31) == 0) atomicAdd(&control(x).digest[call.slot()], digest);
+    digest = sum_over_wave(digest);
+    if (threadIdx.x % wave_size == 0) add_relaxed<Scope::device>(&control(x).digest[call.slot()], digest);
 }
 
 }  // namespace latent_moe::gpu

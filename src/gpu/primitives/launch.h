@@ -8,21 +8,10 @@
 
 #include <cuda_runtime.h>
 
+#include "latent_moe/tensor.h"
 #include "scoped.h"
 
 namespace latent_moe::gpu {
-
-LATENT_MOE_DEVICE void dependency_wait() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-LATENT_MOE_DEVICE void release_dependents() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 struct Launch {
     int grid = 1;
@@ -54,6 +43,17 @@ cudaError_t launch(const Launch& how, void (*kernel)(Params...), const Params&..
     }
     config.attrs = attributes;
     return cudaLaunchKernelEx(&config, kernel, params...);
+}
+
+/// Calls `f` with the dtype as a constant.
+template <class F>
+cudaError_t for_dtype(Dtype dtype, F f) {
+    switch (dtype) {
+        case Dtype::bf16: return f.template operator()<Dtype::bf16>();
+        case Dtype::f16: return f.template operator()<Dtype::f16>();
+        case Dtype::f32: return f.template operator()<Dtype::f32>();
+        default: return cudaErrorInvalidValue;
+    }
 }
 
 }  // namespace latent_moe::gpu

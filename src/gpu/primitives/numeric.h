@@ -6,9 +6,6 @@
 
 #include <cstdint>
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "latent_moe/tensor.h"
 #include "scoped.h"
 
@@ -22,20 +19,12 @@ struct Element<Dtype::bf16> {
     static constexpr int bytes = 2;
     static constexpr std::uint32_t sentinel = 0x80008000;  ///< two times -0.0
     LATENT_MOE_DEVICE static void unpack(std::uint32_t word, float* to) {
-        to[0] = __uint_as_float(word << 16);
-        to[1] = __uint_as_float(word & 0xffff0000);
+        to[0] = as_float(word << 16);
+        to[1] = as_float(word & 0xffff0000);
     }
-    LATENT_MOE_DEVICE static std::uint32_t pack(const float* from) {
-        std::uint32_t word;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(from[1]), "f"(from[0]));
-        return word;
-    }
+    LATENT_MOE_DEVICE static std::uint32_t pack(const float* from) { return pack_bf16x2(from[0], from[1]); }
     /// -0.0 becomes +0.0, all else stays: what is written to a mailbox is never the sentinel.
-    LATENT_MOE_DEVICE static std::uint32_t canonical(std::uint32_t word) {
-        std::uint32_t result;
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(word), "r"(0x3f803f80), "r"(0));
-        return result;
-    }
+    LATENT_MOE_DEVICE static std::uint32_t canonical(std::uint32_t word) { return canonical_bf16x2(word); }
 };
 
 template <>
@@ -43,30 +32,21 @@ struct Element<Dtype::f16> {
     static constexpr int bytes = 2;
     static constexpr std::uint32_t sentinel = 0x80008000;
     LATENT_MOE_DEVICE static void unpack(std::uint32_t word, float* to) {
-        const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&word));
+        const float2 f = unpack_f16x2(word);
         to[0] = f.x;
         to[1] = f.y;
     }
-    LATENT_MOE_DEVICE static std::uint32_t pack(const float* from) {
-        const __half2 h = __floats2half2_rn(from[0], from[1]);
-        return *reinterpret_cast<const std::uint32_t*>(&h);
-    }
-    LATENT_MOE_DEVICE static std::uint32_t canonical(std::uint32_t word) {
-        std::uint32_t result;
-        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(word), "r"(0x3c003c00), "r"(0));
-        return result;
-    }
+    LATENT_MOE_DEVICE static std::uint32_t pack(const float* from) { return pack_f16x2(from[0], from[1]); }
+    LATENT_MOE_DEVICE static std::uint32_t canonical(std::uint32_t word) { return canonical_f16x2(word); }
 };
 
 template <>
 struct Element<Dtype::f32> {
     static constexpr int bytes = 4;
     static constexpr std::uint32_t sentinel = 0x80000000;
-    LATENT_MOE_DEVICE static void unpack(std::uint32_t word, float* to) { to[0] = __uint_as_float(word); }
-    LATENT_MOE_DEVICE static std::uint32_t pack(const float* from) { return __float_as_uint(from[0]); }
-    LATENT_MOE_DEVICE static std::uint32_t canonical(std::uint32_t word) {
-        return __float_as_uint(__fadd_rn(__uint_as_float(word), 0.0F));
-    }
+    LATENT_MOE_DEVICE static void unpack(std::uint32_t word, float* to) { to[0] = as_float(word); }
+    LATENT_MOE_DEVICE static std::uint32_t pack(const float* from) { return as_bits(from[0]); }
+    LATENT_MOE_DEVICE static std::uint32_t canonical(std::uint32_t word) { return canonical_f32(word); }
 };
 
 template <Dtype dtype>
@@ -102,7 +82,7 @@ struct Unit {
 
 /// The factor of RMSNorm, from the sum of a row's squares. Every kernel that normalises uses this one, so that they agree.
 LATENT_MOE_DEVICE float rms_factor(float sum_of_squares, float inverse_width, float epsilon) {
-    return rsqrtf(fmaf(sum_of_squares, inverse_width, epsilon));
+    return reciprocal_root(fmaf(sum_of_squares, inverse_width, epsilon));
 }
 
 /// A cheap digest: order does not matter (it is a sum), positions do.

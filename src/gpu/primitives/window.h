@@ -11,6 +11,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "anywhere.h"
+
 namespace latent_moe::gpu {
 
 inline constexpr int max_ranks = 16;
@@ -54,11 +56,7 @@ constexpr std::int64_t window_bytes(std::int64_t slot_bytes) {
 }
 
 /// Where the mailbox of `source` lies among those at `receiver`: a rank has none for itself.
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-    constexpr int
-    mailbox_index(int source, int receiver) {
+LATENT_MOE_ANYWHERE constexpr int mailbox_index(int source, int receiver) {
     return source < receiver ? source : source - 1;
 }
 

@@ -1,0 +1,218 @@
+// The target host (target.h): threads of this machine play the threads of a grid, one each. They learn who they are, and
+// find their neighbours, through thread-local words that a test's harness sets (tests/gpu/protocol/emulated_gpu.h).
+//
+// There is one scope here, and x86 or the thread sanitizer orders more than a GPU does: what the host shows is that the
+// functions compute and synchronise right. Which orders they *need* is for the model checker, which has a target of its own.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <thread>
+
+#include "core/numeric.h"
+
+#ifndef LATENT_MOE_WAVE_SIZE
+#define LATENT_MOE_WAVE_SIZE 32
+#endif
+
+namespace latent_moe::gpu {
+
+#define LATENT_MOE_DEVICE inline
+#define LATENT_MOE_DEVICE_ANY inline
+#define LATENT_MOE_DEVICE_CALL inline
+
+using std::fmaf;
+using std::max;
+using std::min;
+
+struct alignas(8) uint2 {
+    std::uint32_t x, y;
+};
+struct alignas(16) uint4 {
+    std::uint32_t x, y, z, w;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+inline uint2 make_uint2(std::uint32_t x, std::uint32_t y) {
+    return {x, y};
+}
+inline uint4 make_uint4(std::uint32_t x, std::uint32_t y, std::uint32_t z, std::uint32_t w) {
+    return {x, y, z, w};
+}
+inline float2 make_float2(float x, float y) {
+    return {x, y};
+}
+inline float4 make_float4(float x, float y, float z, float w) {
+    return {x, y, z, w};
+}
+
+// ---- who am I
+
+struct Index {
+    unsigned x;
+};
+inline thread_local Index blockIdx{0}, gridDim{1}, threadIdx{0}, blockDim{1};
+inline constexpr unsigned wave_size = LATENT_MOE_WAVE_SIZE;
+
+/// What a thread asks of those that it runs with.
+class Neighbours {
+public:
+    virtual ~Neighbours() = default;
+    virtual void sync_cta() = 0;
+    virtual void sync_wave() = 0;
+    virtual std::uint32_t sum_over_wave(std::uint32_t value) = 0;
+    virtual void dependency_wait() = 0;
+};
+inline thread_local Neighbours* neighbours = nullptr;
+
+inline void sync_cta() {
+    neighbours->sync_cta();
+}
+inline void sync_wave() {
+    neighbours->sync_wave();
+}
+inline std::uint32_t sum_over_wave(std::uint32_t value) {
+    return neighbours->sum_over_wave(value);
+}
+inline void dependency_wait() {
+    neighbours->dependency_wait();
+}
+inline void release_dependents() {}
+inline void let_others_run() {
+    std::this_thread::yield();
+}
+inline std::uint64_t clock_ns() {
+    return static_cast<std::uint64_t>(std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count());
+}
+
+// ---- memory
+
+namespace host {
+
+template <class T>
+T load(const T* from, std::memory_order order = std::memory_order_relaxed) {
+    return std::atomic_ref<T>(const_cast<T&>(*from)).load(order);
+}
+template <class T>
+void store(T* to, T value, std::memory_order order = std::memory_order_relaxed) {
+    std::atomic_ref<T>(*to).store(value, order);
+}
+
+__extension__ typedef unsigned __int128 Whole16;
+
+/// See `fence`.
+inline std::atomic<std::uint32_t> all_fences{0};
+
+}  // namespace host
+
+template <Scope scope = Scope::system>
+std::uint32_t load_relaxed(const std::uint32_t* from) {
+    return host::load(from);
+}
+template <Scope scope = Scope::system>
+std::uint64_t load_relaxed(const std::uint64_t* from) {
+    return host::load(from);
+}
+template <Scope scope = Scope::system>
+uint2 load_relaxed(const uint2* from) {
+    return {host::load(&from->x), host::load(&from->y)};
+}
+template <Scope scope = Scope::system>
+uint4 load_relaxed(const uint4* from) {
+    return {host::load(&from->x), host::load(&from->y), host::load(&from->z), host::load(&from->w)};
+}
+
+template <Scope scope = Scope::system>
+void store_relaxed(std::uint32_t* to, std::uint32_t value) {
+    host::store(to, value);
+}
+template <Scope scope = Scope::system>
+void store_relaxed(std::uint64_t* to, std::uint64_t value) {
+    host::store(to, value);
+}
+template <Scope scope = Scope::system>
+void store_relaxed(uint2* to, uint2 v) {
+    host::store(&to->y, v.y), host::store(&to->x, v.x);
+}
+/// Last word first: whoever takes a vector for one access is to see it torn now and then.
+template <Scope scope = Scope::system>
+void store_relaxed(uint4* to, uint4 v) {
+    host::store(&to->w, v.w), host::store(&to->z, v.z), host::store(&to->y, v.y), host::store(&to->x, v.x);
+}
+
+template <Scope scope = Scope::system>
+std::uint32_t load_acquire(const std::uint32_t* from) {
+    return host::load(from, std::memory_order_acquire);
+}
+template <Scope scope = Scope::system>
+void store_release(std::uint32_t* to, std::uint32_t value) {
+    host::store(to, value, std::memory_order_release);
+}
+
+inline uint4 load_whole16(const uint4* from) {
+    return std::bit_cast<uint4>(host::load(reinterpret_cast<const host::Whole16*>(from)));
+}
+inline void store_whole16(uint4* to, uint4 v) {
+    host::store(reinterpret_cast<host::Whole16*>(to), std::bit_cast<host::Whole16>(v));
+}
+
+template <Scope scope = Scope::system>
+std::uint32_t exchange_relaxed(std::uint32_t* at, std::uint32_t value) {
+    return std::atomic_ref<std::uint32_t>(*at).exchange(value, std::memory_order_relaxed);
+}
+template <Scope scope = Scope::system>
+void add_relaxed(std::uint32_t* at, std::uint32_t value) {
+    std::atomic_ref<std::uint32_t>(*at).fetch_add(value, std::memory_order_relaxed);
+}
+
+/// A read-modify-write of one word that all fences share, not `atomic_thread_fence`: the thread sanitizer does not know that
+/// one, and would call memory racy that a fence orders. Two fences with a hand-off between them run in its order, so the
+/// second reads what the first wrote and synchronises with it. Two fences without a hand-off are ordered as well, which no
+/// GPU promises: that is why the model checker's target has real fences.
+template <Scope scope = Scope::system>
+void fence() {
+    host::all_fences.fetch_add(1, std::memory_order_acq_rel);
+}
+
+// ---- arithmetic
+
+inline float as_float(std::uint32_t bits) {
+    return std::bit_cast<float>(bits);
+}
+inline std::uint32_t as_bits(float value) {
+    return std::bit_cast<std::uint32_t>(value);
+}
+inline std::uint32_t pack_bf16x2(float low, float high) {
+    const auto pack = [](float v) { return std::uint32_t{std::isnan(v) ? std::uint16_t{0x7fff} : bf16_from_float(v)}; };
+    return pack(low) | pack(high) << 16;
+}
+inline std::uint32_t pack_f16x2(float low, float high) {
+    const auto pack = [](float v) { return std::uint32_t{std::isnan(v) ? std::uint16_t{0x7fff} : f16_from_float(v)}; };
+    return pack(low) | pack(high) << 16;
+}
+inline float2 unpack_f16x2(std::uint32_t word) {
+    return {float_from_f16(static_cast<std::uint16_t>(word)), float_from_f16(static_cast<std::uint16_t>(word >> 16))};
+}
+inline std::uint32_t canonical_bf16x2(std::uint32_t word) {
+    return pack_bf16x2(as_float(word << 16) + 0.0F, as_float(word & 0xffff0000) + 0.0F);
+}
+inline std::uint32_t canonical_f16x2(std::uint32_t word) {
+    const float2 f = unpack_f16x2(word);
+    return pack_f16x2(f.x + 0.0F, f.y + 0.0F);
+}
+inline std::uint32_t canonical_f32(std::uint32_t word) {
+    return as_bits(as_float(word) + 0.0F);
+}
+inline float reciprocal_root(float x) {
+    return 1.0F / std::sqrt(x);
+}
+
+}  // namespace latent_moe::gpu
