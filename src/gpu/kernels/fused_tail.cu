@@ -2,17 +2,17 @@
 //
 // Rank a owns the columns a · H / R … of the output. In time, at rank a (and at every peer b the same):
 //
-//              before the predecessor has ended │ after
-//   weight     W's blocks ─▶ shared memory ─────┼─────────────────────────────────────────────────▶ … all of them
-//   math                                        │ routed_a ─▶ every b │                 ┌▶ multiply, block by block
-//                                               │ shared_a[columns of b] ─▶ b           │   ─▶ parts of K to the CTA that
-//                                               finishes
-//   gather                                      │ routed_b ─▶ Σ routed · γ, squares ────┘      them ─▶ · factor + Σ shared +
-//   prefix
-//                                               │ shared_b[own columns] ─▶ Σ shared ──────────────▶│        │ columns_a ─▶
-//                                               every b │ re-arm the slot of the call before               │        └▶ out
-//                                               │                                       columns_b ─▶ out
-//   protocol                                    │ epoch; CTA 0: header_a ─▶ every b, header_b ─▶ checked
+// clang-format off
+//             before predecessor's end │ after
+//   weight    W ─▶ shared memory ──────┼──────────────────────────────────────────────────────────▶ all of it
+//   math                               │ routed_a ─▶ every b    ┌▶ multiply ─▶ parts of K to the CTA that finishes them
+//                                      │ shared_a ─▶ each b     │    Σ parts · factor + Σ shared, + prefix ─┬▶ every b
+//   gather                             │ routed_b ─▶ Σ · γ ─────┘                           ▲              └▶ out
+//                                      │             Σ squares ─▶ the cluster ──────────────┤
+//                                      │ shared_b ─▶ Σ shared ──────────────────────────────┘
+//                                      │ re-arm the slot of the call before          columns_b, as they come ─▶ out
+//   protocol                           │ epoch; CTA 0: header_a ─▶ every b, header_b ─▶ checked
+// clang-format on
 //
 // Two hops across the link: partials, columns. Clusters of `split` CTAs share a tile of W's rows, each with a part of K; a
 // cluster takes the tiles c, c + clusters, …. Inside a cluster data travels by st.async onto an mbarrier, so no barrier of

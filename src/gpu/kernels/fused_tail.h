@@ -1,22 +1,19 @@
 // The fused decode tail: out = prefix + Σ shared + scale · norm(Σ routed) · W_upᵀ, on every rank, in one kernel. The drawing
 // is in fused_tail.cu; conventions (strides, streams, dependent launch) are those of kernels.h.
 //
-// USE.
-//   1. At creation, on the rank's device: `prepare_fused_tail()`, then one `plan_fused_tail` for each class of token counts
-//   that
-//      may come (rows of a plan: 8, 16, 32, 64 or 128). Ranks need not have the same plan; they need the same `rows` of a
-//      call.
-//   2. A region of `fused_tail_region_bytes` in every rank's window, at the same offset (a multiple of 128). The region is
-//   its own:
-//      mailboxes of other kernels must not overlap it. `reset_fused_tail` empties it: before the first call, and after a
-//      fault, with `reset_window` and then a barrier of the host's own.
-//   3. Each call: `launch_fused_tail`. It takes one epoch of the exchange, or, where `tokens` is above the plan's, one for
-//   each
-//      `plan.tokens` rows.
-//   4. Grids that wait for each other must be resident together: the sum of `fused_tail_grid` over the ranks on one GPU
-//   (twice
-//      that where calls use dependent launch, since the next call's CTAs may come before the last of another rank's) must
-//      fit.
+// USE. At creation, on the rank's device: `prepare_fused_tail`, then a `plan_fused_tail` for each class of token counts that
+// may come (`plan.tokens` is 8, 16, 32, 64 or 128: rows of one kernel). Ranks may cut the work differently, but `plan.tokens`
+// and `plan.digest` of a call must be the same on all.
+//
+// Every rank's window has a region of `fused_tail_region_bytes` at the same offset, a multiple of 128, that no other kernel
+// uses. `reset_fused_tail` empties it: before the first call, and after a fault, together with `reset_window` and then a
+// barrier of the host's own.
+//
+// Each call is one `launch_fused_tail`. It takes one epoch of the exchange, or one for each `plan.tokens` rows.
+//
+// Grids that wait for each other must be resident together: the sum of `fused_tail_grid` over the ranks on one GPU must fit.
+// Where ranks share a GPU, calls must not start early: the early CTAs of one rank's next call could keep out the CTAs of
+// another rank that its present call waits for.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +41,7 @@ struct FusedTailPlan {
     int split = 0;              ///< CTAs of a cluster, each a part of K: 1, 2, 4 or 8
     int clusters = 0;           ///< each takes every `clusters`-th tile of W
     int in_flight_early = 3;    ///< bulk copies of weights in flight a CTA, until the latents are there,
-    int in_flight_late = 4;     ///< and after
+    int in_flight_late = 8;     ///< and after
     int prefetch_blocks = 24;   ///< of weights that shared memory does not hold, into L2, at most,
     int prefetch_clocks = 700;  ///< one in so many clocks
     bool digest = true;         ///< of the latents, for the next call's header; the same on every rank

@@ -7,6 +7,8 @@
 //     5. the peers' finished columns, as they come, into `out`
 #pragma once
 
+#include <cfloat>
+
 #include <math_constants.h>
 
 #include "gpu/kernels/fused_tail_mailboxes.cuh"
@@ -18,8 +20,27 @@ namespace latent_moe::gpu::fused {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-/// From here on a float32 is infinite once rounded to bf16.
-inline constexpr float rounds_to_infinity = 0x1.FFp+127F;
+/// Two bf16 at a time, each result rounded once.
+LATENT_MOE_DEVICE uint4 add_bf16(uint4 a, uint4 b) {
+    const auto word = [](std::uint32_t x, std::uint32_t y) {
+        std::uint32_t r;
+        asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+        return r;
+    };
+    return make_uint4(word(a.x, b.x), word(a.y, b.y), word(a.z, b.z), word(a.w, b.w));
+}
+LATENT_MOE_DEVICE uint4 multiply_bf16(uint4 a, uint4 b) {
+    const auto word = [](std::uint32_t x, std::uint32_t y) {
+        std::uint32_t r;
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+        return r;
+    };
+    return make_uint4(word(a.x, b.x), word(a.y, b.y), word(a.z, b.z), word(a.w, b.w));
+}
+LATENT_MOE_DEVICE bool finite_bf16(uint4 v) {
+    const auto word = [](std::uint32_t w) { return (w & 0x7f80) != 0x7f80 && (w & 0x7f800000) != 0x7f800000; };
+    return word(v.x) && word(v.y) && word(v.z) && word(v.w);
+}
 
 template <class Cta>
 struct Gather {
@@ -48,7 +69,9 @@ struct Gather {
     };
 
     LATENT_MOE_DEVICE std::uint32_t token_address(int token, int unit) const {
-        return cta.memory + p.at.tokens + unit / 8 * Tile::token_bytes + PackedLayout::unit_in_block(token, unit % 8);
+        // PackedLayout::unit_in_block, without signs
+        const auto t = static_cast<std::uint32_t>(token), u = static_cast<std::uint32_t>(unit);
+        return cta.memory + p.at.tokens + (u >> 3) * Tile::token_bytes + t * PackedLayout::row_bytes + ((u ^ t) & 7) * 16;
     }
     LATENT_MOE_DEVICE int column_unit(int unit) const {
         return cta.first_block * 8 + unit;
@@ -63,9 +86,9 @@ struct Gather {
     }
 
     LATENT_MOE_DEVICE void copy_own_rows(const State& state, const Place& first) const {
-        // A slot is below 2^30, so this adds 0: own rows are asked for once the state is there, behind the loads to be
-        // published.
-        const char* from = p.routed.data + (state.slot >> 30);
+        const char* from = p.routed.data;
+        // With many rows, behind the loads to be published: once the state is there. A slot is below 2^30, so this adds 0.
+        if constexpr (Tile::tokens > 8) from += state.slot >> 30;
 #pragma unroll 1
         for (int unit = first.unit; unit < cta.blocks * 8 && inside(unit); unit += p.gather_columns) {
 #pragma unroll 1
@@ -76,19 +99,17 @@ struct Gather {
         copies_commit();
     }
 
-    /// One row's unit: Σ routed → Σ routed · γ in shared memory. Returns the unit's sum of squares: +Inf if it overflows
-    /// (the chain's factor is 0 then, and so is the row's product), NaN if an element is not finite once rounded (then the
-    /// chain's row is not).
-    LATENT_MOE_DEVICE float put(int token, int unit, const float (&sum)[U::size], uint4 gamma) const {
-        float squares = 0, largest = 0, scaled[U::size], g[U::size];
-        U::unpack(gamma, g);
+    /// One row's unit of x = Σ routed, rounded as the chain rounds it → x · γ, rounded, in shared memory. Returns the unit's
+    /// sum of squares: +Inf if it overflows (the chain's factor is 0 then, and so is the row's product), NaN if an element
+    /// is not finite (then the chain's row is not either).
+    LATENT_MOE_DEVICE float put(int token, int unit, uint4 x, uint4 gamma) const {
+        store_shared(token_address(token, unit), multiply_bf16(x, gamma));
+        float squares = 0, elements[U::size];
+        U::unpack(x, elements);
 #pragma unroll
-        for (int e = 0; e < U::size; ++e) {
-            squares = fmaf(sum[e], sum[e], squares), largest = fmaxf(largest, fabsf(sum[e]));
-            scaled[e] = sum[e] * g[e];
-        }
-        store_shared(token_address(token, unit), U::pack(scaled));
-        return largest >= rounds_to_infinity ? CUDART_NAN_F : squares;
+        for (const float e : elements) squares = fmaf(e, e, squares);
+        if (!(squares <= FLT_MAX) && !finite_bf16(x)) squares = CUDART_NAN_F;
+        return squares;
     }
 
     /// Adds up the eight units of a block, which are eight neighbouring lanes.
@@ -101,7 +122,7 @@ struct Gather {
         }
     }
 
-    /// Σ over ranks, in rank order, of one row's unit. `at_once` mailboxes are polled together.
+    /// Adds up the ranks' summands of one row's unit, in rank order. `at_once` mailboxes are polled together.
     LATENT_MOE_DEVICE void sum_row(const Slot<Cta>& slot, int token, int unit, float (&sum)[U::size]) {
         constexpr int at_once = 4;
 #pragma unroll 1
@@ -164,6 +185,7 @@ struct Gather {
                         theirs, wait, Phase::gather,
                         [&](int i) { return m + i * step < p.tokens ? box + (m + i * step) * p.latent_units : nullptr; },
                         [&](int) { return 1 - p.rank; });
+                    stamp<Tile>(p, latents_came, thread == 0 && pass == 0);
                     copies_wait();
                 }
                 keep(unit);
@@ -171,18 +193,23 @@ struct Gather {
                 for (int i = 0; i < rows; ++i) {
                     const int token = m + i * step;
                     if (token >= p.tokens) continue;
-                    float sum[U::size] = {};
+                    uint4 x{};
                     if (is_inside) {
-                        if constexpr (pair) {  // two summands: the order does not matter
-                            U::unpack(theirs[i], sum), add(sum, load_shared<uint4>(token_address(token, unit)));
+                        if constexpr (pair) {  // two summands: the order does not matter, and float32 would round to the
+                                               // same
+                            x = add_bf16(theirs[i], load_shared<uint4>(token_address(token, unit)));
                         } else {
+                            float sum[U::size] = {};
                             sum_row(slot, token, unit, sum);
+                            x = U::pack(sum);
                         }
                     }
-                    squares[i] = put(token, unit, sum, gamma);
+                    squares[i] = put(token, unit, x, gamma);
                 }
                 kept_row = m;
             }
+            stamp<Tile>(p, latents_done, thread == 0);
+            stamp<Tile>(p, last_latents_done, thread == threads - 32);
             fence_proxy_async();  // ordinary stores, read by wgmma
             __syncwarp();
             arrive_threads_of(tokens_ready + pass, Tile::math_threads + threads);
@@ -190,8 +217,6 @@ struct Gather {
             keep(unit);  // the last rows' only now that everybody else may go on
             gamma = next_gamma;
         }
-        stamp<Tile>(p, latents_done, thread == 0);
-        stamp<Tile>(p, last_latents_done, thread == threads - 32);
     }
 
     /// By the first cluster, which has all of K: of the latents as they are multiplied. What ranks compute from what they
@@ -326,8 +351,8 @@ struct Gather {
         stamp<Tile>(p, predecessor_over, thread == 0);
         const State state = load_state(p);
         if (p.release && thread == 0) release_dependents();
-        const Slot<Cta> slot(cta, state.slot);
         copy_own_rows(state, first);
+        const Slot<Cta> slot(cta, state.slot);
         gather_latents(slot, first, gamma);
         if (p.digest && cta.cluster == 0) digest_latents(state, first);
         const uint4 own = first_own_shared();

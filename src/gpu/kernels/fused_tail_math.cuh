@@ -144,7 +144,6 @@ struct Math {
         for (int end = 0, barrier = tokens_ready; end < cta.blocks; ++barrier) {
             end = min(end + blocks_of_pass, cta.blocks);
             if (first_time) sync_threads_of(barrier, threads + Tile::gather_threads);
-            stamp<Tile>(p, multiply_began, thread == 0 && block == 0);
 #pragma unroll 1
             for (; block < end; ++block) {
                 wait_locally(cta.bar(Barriers::full, place), round & 1);

@@ -48,9 +48,9 @@ struct Tile {
     static constexpr int threads = (protocol_warp + 1) * 32;
 
     static constexpr int max_ring = max_ring_of(rows);
-    static constexpr int gather_at_once = tokens == 8    ? 2
-                                          : tokens <= 32 ? 4
-                                                         : 6;  ///< rows that a thread polls together, if there is one peer
+    /// Rows that a thread polls together, if there is one peer.
+    static constexpr int gather_at_once = tokens <= 8 ? 2 : tokens <= 32 ? 4 : 6;
+
     static constexpr int weight_bytes = rows * PackedLayout::row_bytes;     ///< of one block of 64 columns
     static constexpr int token_bytes = tokens * PackedLayout::row_bytes;    ///< of one block
     static constexpr int chains = tokens <= 16 ? 4 : tokens == 32 ? 2 : 1;  ///< of wgmma, added at the end

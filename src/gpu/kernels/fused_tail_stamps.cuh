@@ -13,10 +13,10 @@ enum Stage : int {
     published,          ///< first math warp
     weights_begun,      ///< the first bulk copy was issued
     weights_asked,      ///< the last bulk copy was issued
-    latents_done,       ///< by the first gathering thread
+    latents_came,       ///< the first gathering thread has its first rows from the peer
+    latents_done,       ///< the first gathering thread has written its last pass
     last_latents_done,  ///< by the last gathering warp
     shared_done,
-    multiply_began,
     last_weights,
     multiply_done,
     parts_there,
