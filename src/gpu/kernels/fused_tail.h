@@ -2,8 +2,8 @@
 // is in fused_tail.cu; conventions (strides, streams, dependent launch) are those of kernels.h.
 //
 // USE. At creation, on the rank's device: `prepare_fused_tail`, then a `plan_fused_tail` for each class of token counts that
-// may come (`plan.tokens` is 8, 16, 32, 64 or 128: rows of one kernel). Ranks may cut the work differently, but `plan.tokens`
-// and `plan.digest` of a call must be the same on all.
+// may come (`plan.tokens` is 8, 16, 32, 64 or 128: rows of one kernel). Ranks may cut the work differently, but
+// `plan.tokens` and `plan.digest` of a call must be the same on all.
 //
 // Every rank's window has a region of `fused_tail_region_bytes` at the same offset, a multiple of 128, that no other kernel
 // uses. `reset_fused_tail` empties it: before the first call, and after a fault, together with `reset_window` and then a
