@@ -28,6 +28,9 @@ int bucket_of(std::int64_t m) noexcept {
 std::int64_t bucket_top(int bucket) noexcept {
     return std::int64_t{64} << bucket;
 }
+std::int64_t bucket_bottom(int bucket) noexcept {
+    return bucket == 0 ? 1 : bucket_top(bucket - 1) + 1;
+}
 
 cudaDataType_t type_of(Dtype dtype) {
     switch (dtype) {
@@ -254,34 +257,38 @@ void Gemm::prepare(std::int64_t n, std::int64_t least, std::int64_t most, Dtype 
         if (found.empty()) continue;
         choice.found = true;
         choice.algorithm = found.front().algo;
-        load(choice, std::min(bucket_top(bucket), most));
         choices_.push_back(choice);
+        load(choice, std::min(bucket_top(bucket), most));
     }
 }
 
-void Gemm::load(const Choice& choice, std::int64_t m) const {
-    if (!choice.found) return;
+// One algorithm may mean several kernels, an odd product's among them. A kernel that is first wanted while a peer waits for
+// this rank would be loaded then, and where everything is loaded eagerly that waits for the peer's device: for ever.
+void Gemm::load(const Choice& choice, std::int64_t most) {
     const auto bytes = [&](std::int64_t rows, std::int64_t columns, Dtype dtype) {
         return static_cast<std::size_t>(rows * columns) * bytes_of(dtype);
     };
-    const DeviceMemory x(bytes(m, k_, choice.in), "loading of products");
+    const DeviceMemory x(bytes(most, k_, choice.in), "loading of products");
     const DeviceMemory w(bytes(choice.n, k_, choice.in), "loading of products");
-    const DeviceMemory d(bytes(m, choice.n, choice.out), "loading of products");
-    const Operands operands{.x = x.get(),
-                            .x_stride = k_,
-                            .w = w.get(),
-                            .c = choice.accumulate ? d.get() : nullptr,
-                            .c_stride = choice.n,
-                            .d = d.get(),
-                            .d_stride = choice.n,
-                            .m = m,
-                            .n = choice.n,
-                            .in = choice.in,
-                            .out = choice.out,
-                            .alpha = 1.0F};
+    const DeviceMemory d(bytes(most, choice.n, choice.out), "loading of products");
     const Stream stream = make_stream();
-    static_cast<void>(
-        launch(operands, Description(operands, k_), choice.algorithm, stream.get()));  // `run` knows what to do if it cannot
+    const std::int64_t bottom = bucket_bottom(choice.bucket);
+    for (const std::int64_t m : {bottom, bottom + 1, bottom + 3, bottom + 7, most}) {
+        if (m < bottom || m > most) continue;
+        run({.x = x.get(),
+             .x_stride = k_,
+             .w = w.get(),
+             .c = choice.accumulate ? d.get() : nullptr,
+             .c_stride = choice.n,
+             .d = d.get(),
+             .d_stride = choice.n,
+             .m = m,
+             .n = choice.n,
+             .in = choice.in,
+             .out = choice.out,
+             .alpha = 1.0F},
+            stream.get());
+    }
     check(cudaStreamSynchronize(stream.get()), "loading of products");
 }
 

@@ -68,8 +68,9 @@ private:
     Choice* find(const Operands& operands) noexcept;
     std::vector<cublasLtMatmulHeuristicResult_t> suggestions(const Description& description, int most) const;
     void measure(Choice& choice, std::int64_t m) const;
-    /// Launches it once: the first launch of a kernel loads it, which must not happen while another kernel waits for a peer.
-    void load(const Choice& choice, std::int64_t m) const;
+    /// Launches it at several sizes up to `most`: the first launch of a kernel loads it, which must not happen while another
+    /// kernel waits for a peer.
+    void load(const Choice& choice, std::int64_t most);
     cublasStatus_t launch(const Operands& operands, const Description& description, const cublasLtMatmulAlgo_t& algorithm,
                           cudaStream_t stream) const;
 
