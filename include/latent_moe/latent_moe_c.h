@@ -1,8 +1,9 @@
-/* The library from C, and from any language that calls C: the stable surface. (`latent_moe/latent_moe.h` is the C++ API; both
- * are in the same shared library.) What a call means is said in the C++ headers, beside the function of the same name.
+/* The library from C, and from any language that calls C: the stable surface. (`latent_moe/latent_moe.h` is the C++ API;
+ * both are in the same shared library.) What a call means is said in the C++ headers, beside the function of the same name.
  *
  * - Handles are opaque. Whoever made one destroys it; a layer belongs to its context and lives as long.
- * - Every function that can fail returns a status; the message is `latent_moe_last_error()`. No exception leaves the library.
+ * - Every function that can fail returns a status; the message is `latent_moe_last_error()`. No exception leaves the
+ * library.
  * - A struct begins with `struct_size`. Its `_init` function sets it and every default:
  *
  *       latent_moe_options options;
@@ -201,8 +202,8 @@ LATENT_MOE_C_API latent_moe_tail latent_moe_plan_tail(const latent_moe_plan* pla
 LATENT_MOE_C_API const char* latent_moe_plan_source(const latent_moe_plan* plan);
 /* Cheapest first. The accessors below fail for an index that is not there. */
 LATENT_MOE_C_API size_t latent_moe_plan_candidates(const latent_moe_plan* plan);
-LATENT_MOE_C_API latent_moe_status latent_moe_plan_candidate(const latent_moe_plan* plan, size_t index, latent_moe_tail* tail,
-                                                             double* expected_us);
+LATENT_MOE_C_API latent_moe_status latent_moe_plan_candidate(const latent_moe_plan* plan, size_t index,
+                                                             latent_moe_tail* tail, double* expected_us);
 LATENT_MOE_C_API size_t latent_moe_plan_refusals(const latent_moe_plan* plan);
 LATENT_MOE_C_API latent_moe_status latent_moe_plan_refusal(const latent_moe_plan* plan, size_t index, latent_moe_tail* tail,
                                                            const char** reason);

@@ -372,8 +372,7 @@ latent_moe_status latent_moe_context_poll_fault(const latent_moe_context* contex
 }
 
 latent_moe_status latent_moe_context_abort(latent_moe_context* context, const char* reason) {
-    return guarded(
-        [&] { present("context", context).context.abort(reason == nullptr ? "abort was called" : reason); });
+    return guarded([&] { present("context", context).context.abort(reason == nullptr ? "abort was called" : reason); });
 }
 
 latent_moe_status latent_moe_context_suspend(latent_moe_context* context) {
@@ -438,8 +437,8 @@ latent_moe_status latent_moe_input_init(latent_moe_input* input, size_t struct_s
     return guarded([&] { write_struct("input", input, struct_size, default_input); });
 }
 
-latent_moe_status latent_moe_layer_run(const latent_moe_layer* layer, int32_t tail, const latent_moe_input* input,
-                                       void* out, int64_t out_stride, void* stream) {
+latent_moe_status latent_moe_layer_run(const latent_moe_layer* layer, int32_t tail, const latent_moe_input* input, void* out,
+                                       int64_t out_stride, void* stream) {
     latent_moe::Status status;
     const latent_moe_status refused = guarded([&] {
         const latent_moe::Layer& of = present("layer", layer).layer;
@@ -466,8 +465,7 @@ latent_moe_status latent_moe_accumulate_projection(latent_moe_context* context, 
                                                    int64_t tokens, void* stream) {
     if (context == nullptr) return failed(latent_moe::StatusCode::invalid_argument, "context is null");
     if (layer == nullptr) return failed(latent_moe::StatusCode::invalid_argument, "layer is null");
-    return returned(
-        context->context.accumulate_projection(rows_of(a), layer->layer, {c_slice, c_stride}, tokens, stream));
+    return returned(context->context.accumulate_projection(rows_of(a), layer->layer, {c_slice, c_stride}, tokens, stream));
 }
 
 }  // extern "C"

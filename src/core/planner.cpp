@@ -33,10 +33,8 @@ Planner::Gate Planner::gate(Tail tail, std::int64_t tokens) const noexcept {
     if (tail == Tail::late_reduce && shape_.norm != Norm::none) return Gate::norm;
     if (splits_columns(tail) && shape_.hidden % world_ != 0) return Gate::indivisible_columns;
     if (tail == Tail::overlap && options_.shared == SharedState::absent) return Gate::no_shared;
-    if ((tail == Tail::overlap || tail == Tail::column_parallel || tail == Tail::late_reduce) &&
-        options_.shared == SharedState::reduced) {
+    if ((tail == Tail::overlap || tail == Tail::late_reduce) && options_.shared == SharedState::reduced)
         return Gate::shared_reduced;
-    }
     if (tail == Tail::fused && !capabilities_.fused) return Gate::fused_kernel;
     if (tail == Tail::fused && tokens > options_.capacity_tokens) return Gate::capacity;
     if (tail == Tail::overlap && !capabilities_.concurrent_lanes) return Gate::lanes;

@@ -150,6 +150,56 @@ void Collectives::all_gather(Step step, const ConstMatrix& in, std::span<const T
     });
 }
 
+// This rank's columns of the sum. `out` may be those columns of `in`: no peer reads them from here.
+void Collectives::reduce_columns(Step step, const ConstMatrix& in, std::span<const TokenRange> columns, const Matrix& out) {
+    const TokenRange mine = columns[static_cast<std::size_t>(transport_.rank())];
+    const std::int64_t chunk = rows_per_chunk(mine.count * in.row_bytes() / std::max<std::int64_t>(in.columns, 1));
+    for (std::int64_t first = 0; first == 0 || first < in.rows; first += chunk) {
+        const std::int64_t rows = std::min(chunk, in.rows - first);
+        std::array<Region, max_world> outgoing;
+        for (std::size_t rank = 0; rank < columns.size(); ++rank) {
+            outgoing[rank] = region_of(in.row_range(first, rows).column_range(columns[rank].first, columns[rank].count));
+        }
+        exchange(step, std::span(outgoing.data(), columns.size()), [&](std::span<const Region> incoming) {
+            workers_.for_each(rows, [&](int worker, std::int64_t row) {
+                sum_row(incoming, row, in.dtype, sum_of(worker), scratch_of(worker), mine.count);
+                narrow(sum_of(worker), in.dtype, out.row(first + row), mine.count);
+            });
+        });
+    }
+}
+
+void Collectives::gather_columns(Step step, const ConstMatrix& in, std::span<const TokenRange> columns, const Matrix& out,
+                                 const ConstMatrix& prefix) {
+    const std::int64_t chunk = rows_per_chunk(in.row_bytes());
+    for (std::int64_t first = 0; first == 0 || first < in.rows; first += chunk) {
+        const std::int64_t rows = std::min(chunk, in.rows - first);
+        const auto finish = [&](const Region& part, const TokenRange& range) {
+            workers_.for_each(rows, [&](int worker, std::int64_t row) {
+                const Matrix to = out.row_range(first + row, 1).column_range(range.first, range.count);
+                if (!prefix.present()) {
+                    if (part.row(row) != to.data)
+                        std::memcpy(to.data, part.row(row), static_cast<std::size_t>(to.row_bytes()));
+                    return;
+                }
+                const ConstMatrix added = prefix.row_range(first + row, 1).column_range(range.first, range.count);
+                widen(part.row(row), in.dtype, sum_of(worker), range.count);
+                finish_row(sum_of(worker), in.dtype, added.data, to.data, scratch_of(worker), range.count);
+            });
+        };
+        const Region own = region_of(in.row_range(first, rows));
+        const auto mine = static_cast<std::size_t>(transport_.rank());
+        std::array<Region, max_world> outgoing;
+        outgoing.fill(own);
+        exchange(step, std::span(outgoing.data(), columns.size()), [&](std::span<const Region> incoming) {
+            for (std::size_t rank = 0; rank < columns.size(); ++rank) {
+                if (rank != mine) finish(incoming[rank], columns[rank]);
+            }
+        });
+        finish(own, columns[mine]);  // now that no peer reads it any more: it may lie in `out`
+    }
+}
+
 // Rows of `own[rank]` go to that rank, which sums and finishes them. `out` may be this rank's own rows of `in`: no peer
 // reads those from here.
 void Collectives::reduce_rows(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out,

@@ -31,6 +31,10 @@ public:
                              const Matrix& out);
     void all_gather(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out);
 
+    void reduce_columns(Step step, const ConstMatrix& in, std::span<const TokenRange> columns, const Matrix& out);
+    void gather_columns(Step step, const ConstMatrix& in, std::span<const TokenRange> columns, const Matrix& out,
+                        const ConstMatrix& prefix);
+
     std::size_t workspace_bytes() const noexcept;
 
 private:

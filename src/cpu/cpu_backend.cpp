@@ -73,6 +73,16 @@ public:
         collectives_.all_gather(step, in, own, out);
     }
 
+    void reduce_for_columns(Step step, const ConstMatrix& routed, const void* gamma, const Matrix& latent,
+                            const ConstMatrix& shared, std::span<const TokenRange> columns, const Matrix& own) override {
+        collectives_.all_reduce_norm(step, routed, gamma, latent);
+        if (shared.present()) collectives_.reduce_columns(Step::reduce_shared, shared, columns, own);
+    }
+    void gather_columns(Step step, const ConstMatrix& own, std::span<const TokenRange> columns, const Matrix& out,
+                        const ConstMatrix& prefix) override {
+        collectives_.gather_columns(step, own, columns, out, prefix);
+    }
+
     void project(const ConstMatrix& x, const PackedLayer& layer, WeightPart part, const Epilogue& epilogue,
                  const Matrix& out) override {
         product_->run(x, static_cast<const CpuPackedLayer&>(layer).weights(part), epilogue, out);

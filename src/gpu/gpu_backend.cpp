@@ -37,6 +37,8 @@ constexpr std::int64_t most_block_tokens = 4096;
 /// Most bytes of the mailboxes of one call, and of the boxes of one in bulk. Larger messages are cut: past this a kernel
 /// more costs little beside the wire.
 constexpr std::int64_t mailbox_bytes = std::int64_t{2} << 20;
+constexpr std::int64_t column_mailbox_bytes = std::int64_t{16}
+                                              << 20;  // the main lane's: column exchanges are kernels of rows
 constexpr std::int64_t bulk_box_bytes = std::int64_t{16} << 20;
 
 /// Summands from this size on go in bulk.
@@ -143,15 +145,15 @@ public:
                 });
             }
             if (has_window()) {
-                grids = lane_grids(topology_.multiprocessors, options_.reserved_sms, topology_.sharing);
                 // A rank's lanes and its fused tail follow one another on its streams, so the larger counts.
-                const int ctas = std::max(grids.main + grids.side, fused_->grid());
+                grids = lane_grids(topology_.multiprocessors, options_.reserved_sms, topology_.sharing, fused_->grid());
+                const int ctas = std::max(grids.alone, fused_->grid());
                 together(bootstrap_, "co-residency",
                          [&] { reservation_ = GridReservation(topology_.device, ctas, options_.reserved_sms); });
             }
         }
-        main_.emplace(shape_, rank(), world(), lane_parts(main_lane, grids.main));
-        side_.emplace(shape_, rank(), world(), lane_parts(side_lane, grids.side));
+        main_.emplace(shape_, rank(), world(), lane_parts(main_lane, grids));
+        side_.emplace(shape_, rank(), world(), lane_parts(side_lane, grids));
         together(bootstrap_, "loading of kernels", [&] {
             warm_up(shape_, main_->parts(), own_rows_.count, records_->record(FaultRecords::loading), setup_stream_.get());
         });
@@ -210,6 +212,7 @@ public:
     Status end_after_failure() noexcept override {
         if (forked_) static_cast<void>(cudaStreamWaitEvent(main_->stream(), joined_event_.get(), 0));
         forked_ = false;
+        main_->set_beside(false);
         current_.reset();
         return {};
     }
@@ -223,6 +226,7 @@ public:
         check(cudaEventRecord(forked_event_.get(), main_->stream()), "fork");
         check(cudaStreamWaitEvent(side_->stream(), forked_event_.get(), 0), "fork");
         forked_ = true;
+        main_->set_beside(true);
         try {
             side_work(*side_);
         } catch (...) {
@@ -236,6 +240,7 @@ public:
         if (side_->stream() == main_->stream()) return;
         check(cudaStreamWaitEvent(main_->stream(), joined_event_.get(), 0), "join");
         forked_ = false;
+        main_->set_beside(false);
     }
 
     void fused_tail(const TailCall& call) override {
@@ -313,26 +318,29 @@ private:
         };
         return std::max(for_rows(8), std::min(for_rows(block_tokens_), most));
     }
-    std::int64_t mailbox_slot_bytes() const noexcept { return slot_bytes_up_to(mailbox_bytes); }
+    std::int64_t mailbox_slot_bytes(LaneIndex lane) const noexcept {
+        return slot_bytes_up_to(lane == main_lane ? column_mailbox_bytes : mailbox_bytes);
+    }
     bool has_bulk() const noexcept {
         return block_tokens_ * shape_.hidden * static_cast<std::int64_t>(bytes_of(shape_.activations)) >= bulk_from_bytes_;
     }
-    Bulk bulk() const noexcept {
-        return {.offset = (window_bytes(mailbox_slot_bytes()) + 127) / 128 * 128,
+    Bulk bulk(LaneIndex lane) const noexcept {
+        return {.offset = (window_bytes(mailbox_slot_bytes(lane)) + 127) / 128 * 128,
                 .slot_bytes = has_bulk() ? slot_bytes_up_to(bulk_box_bytes) : 0};
     }
-    /// Of one lane.
-    std::int64_t lane_window_bytes() const noexcept {
-        return bulk().offset + (has_bulk() ? bulk_bytes(bulk().slot_bytes) : 0);
+    std::int64_t lane_window_bytes(LaneIndex lane) const noexcept {
+        return bulk(lane).offset + (has_bulk() ? bulk_bytes(bulk(lane).slot_bytes) : 0);
     }
-    std::int64_t window_bytes_of_lanes() const noexcept { return lane_count * lane_window_bytes(); }
+    std::int64_t window_bytes_of_lanes() const noexcept {
+        return lane_window_bytes(main_lane) + lane_window_bytes(side_lane);
+    }
     std::int64_t all_window_bytes() const noexcept {
         return window_bytes_of_lanes() + (fused_ ? fused_->window_bytes() : 0);
     }
 
     /// The lanes' windows lie one behind the other.
     void* window_base(int rank, LaneIndex lane) const noexcept {
-        return static_cast<std::byte*>(peer_memory_->base(rank)) + lane * lane_window_bytes();
+        return static_cast<std::byte*>(peer_memory_->base(rank)) + (lane == main_lane ? 0 : lane_window_bytes(main_lane));
     }
 
     void* fused_base(int rank) const noexcept {
@@ -350,37 +358,39 @@ private:
             if (fused_->missing().empty()) fused_->reset(fused_base(rank()), setup_stream_.get());
             for (const LaneIndex lane : {main_lane, side_lane}) {
                 void* base = window_base(rank(), lane);
-                check(reset_window(base, mailbox_slot_bytes(), shape_.activations, setup_stream_.get()), "window kernel");
-                if (has_bulk()) check(reset_bulk(base, bulk(), setup_stream_.get()), "cudaMemsetAsync");
+                check(reset_window(base, mailbox_slot_bytes(lane), shape_.activations, setup_stream_.get()),
+                      "window kernel");
+                if (has_bulk()) check(reset_bulk(base, bulk(lane), setup_stream_.get()), "cudaMemsetAsync");
             }
             check(cudaStreamSynchronize(setup_stream_.get()), "window kernel");
         });
-        fused_exchange_ = exchange_of(fused_record);
+        fused_exchange_ = exchange_of(fused_record, mailbox_slot_bytes(main_lane));
         for (int r = 0; r < world(); ++r) fused_exchange_.window.base[r] = fused_base(r);
     }
 
     /// All but the window's bases.
-    Exchange exchange_of(int record) const noexcept {
+    Exchange exchange_of(int record, std::int64_t slot_bytes) const noexcept {
         return {.window = {.base = {}, .rank = rank(), .world = world()},
-                .slot_bytes = mailbox_slot_bytes(),
+                .slot_bytes = slot_bytes,
                 .record = records_->record(record),
                 .timeout_ns = static_cast<std::uint64_t>(options_.timeout_ms) * 1'000'000,
                 .layer = -1,
                 .tail = 0};
     }
 
-    GpuLane::Parts lane_parts(LaneIndex lane, int max_ctas) {
-        GpuLane::Parts parts{.max_ctas = max_ctas,
+    GpuLane::Parts lane_parts(LaneIndex lane, const LaneGrids& grids) {
+        GpuLane::Parts parts{.max_ctas = lane == main_lane ? grids.main : grids.side,
+                             .max_ctas_alone = lane == main_lane ? grids.alone : grids.side,
                              .nccl = nccl_exchange_.get(),
                              .nccl_from_bytes = nccl_from_bytes_,
                              .product = lane == main_lane ? &*product_ : nullptr,
                              .spare = scratch(Scratch::product, block_tokens_)};
         if (lane == side_lane) parts.nccl_from_bytes = INT64_MAX;  // two lanes must not meet in one communicator
         if (world() == 1 || !has_window()) return parts;
-        parts.exchange = exchange_of(lane);
+        parts.exchange = exchange_of(lane, mailbox_slot_bytes(lane));
         for (int r = 0; r < world(); ++r) parts.exchange.window.base[r] = window_base(r, lane);
         if (has_bulk()) {
-            parts.bulk = bulk();
+            parts.bulk = bulk(lane);
             parts.bulk_from_bytes = bulk_from_bytes_;
         }
         return parts;

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "core/partition.h"
+#include "gpu/kernels/column_exchange.h"
 #include "gpu/kernels/kernels.h"
 #include "gpu/kernels/row_exchange.h"
 #include "gpu/views.h"
@@ -89,7 +90,7 @@ void GpuLane::all_reduce(Step step, const ConstMatrix& in, const Matrix& out, co
                            .width = in.columns,
                            .dtype = in.dtype,
                            .stages = stages(bytes_of_rows(in)),
-                           .max_ctas = parts_.max_ctas},
+                           .max_ctas = max_ctas()},
                           stream_),
           "all-reduce kernel");
 }
@@ -111,7 +112,7 @@ cudaError_t GpuLane::all_reduce_in_bulk(const ConstMatrix& in, const Matrix& out
                             .tokens = in.rows,
                             .width = in.columns,
                             .dtype = in.dtype,
-                            .max_ctas = parts_.max_ctas},
+                            .max_ctas = max_ctas()},
                            stream_);
 }
 
@@ -139,7 +140,7 @@ void GpuLane::all_reduce_norm(Step step, const ConstMatrix& in, const void* gamm
                                    .tokens = count,
                                    .width = in.columns,
                                    .dtype = in.dtype,
-                                   .max_ctas = parts_.max_ctas},
+                                   .max_ctas = max_ctas()},
                                   stream_),
               "all-reduce + norm kernel");
         first += count;
@@ -158,7 +159,7 @@ void GpuLane::reduce_scatter(Step step, const ConstMatrix& in, std::span<const T
                            .y = writable(out),
                            .width = in.columns,
                            .dtype = in.dtype,
-                           .max_ctas = parts_.max_ctas};
+                           .max_ctas = max_ctas()};
     const bool bulk = in_bulk(bytes_of_rows(in, own));
     check(bulk ? bulk_reduce_scatter(op, parts_.bulk, stream_) : gpu::reduce_scatter(op, stream_), "reduce-scatter kernel");
 }
@@ -185,9 +186,90 @@ void GpuLane::all_gather(Step step, const ConstMatrix& in, std::span<const Token
                        .y = writable(out),
                        .width = out.columns,
                        .dtype = out.dtype,
-                       .max_ctas = parts_.max_ctas};
+                       .max_ctas = max_ctas()};
     const bool bulk = in_bulk(bytes_of_rows(in, own));
     check(bulk ? bulk_all_gather(op, parts_.bulk, stream_) : gpu::all_gather(op, stream_), "all-gather kernel");
+}
+
+bool GpuLane::cuts_columns(const ConstMatrix& own) const noexcept {
+    return parts_.exchange.window.world != 0 && own.columns % 8 == 0;
+}
+
+void GpuLane::reduce_for_columns(Step step, const ConstMatrix& routed, const void* gamma, const Matrix& latent,
+                                 const ConstMatrix& shared, std::span<const TokenRange> columns, const Matrix& own) {
+    const TokenRange mine = columns[static_cast<std::size_t>(rank_)];
+    if (world_ > 1 && cuts_columns(own)) {
+        for (const ConstMatrix& each : {routed, ConstMatrix(latent), shared, ConstMatrix(own)})
+            require_aligned(name(step), each);
+        return check(gpu::reduce_for_columns({.exchange = parts_.exchange,
+                                              .routed = rows_of(routed),
+                                              .gamma = gamma,
+                                              .epsilon = shape_.epsilon,
+                                              .latent = writable(latent),
+                                              .shared = rows_of(shared),
+                                              .own = writable(own),
+                                              .tokens = routed.rows,
+                                              .latent_width = routed.columns,
+                                              .own_width = own.columns,
+                                              .dtype = routed.dtype,
+                                              .max_ctas = max_ctas()},
+                                             stream_),
+                     "column exchange kernel");
+    }
+    all_reduce_norm(step, routed, gamma, latent);
+    if (!shared.present()) return;
+    if (world_ == 1) {
+        if (own.data != shared.data) copy(shared, own);
+    } else if (parts_.exchange.window.world == 0) {
+        parts_.nccl->reduce_columns(shared, columns, own, stream_);
+    } else {  // columns that 16-byte units do not cut: all of them, of which this rank keeps its own
+        const Matrix sum = parts_.spare.row_range(0, shared.rows);
+        all_reduce(Step::reduce_shared, shared, sum, {});
+        copy_odd(sum.column_range(mine.first, mine.count), own);
+    }
+}
+
+void GpuLane::gather_columns(Step step, const ConstMatrix& own, std::span<const TokenRange> columns, const Matrix& out,
+                             const ConstMatrix& prefix) {
+    const TokenRange mine = columns[static_cast<std::size_t>(rank_)];
+    if (world_ > 1 && cuts_columns(own)) {
+        for (const ConstMatrix& each : {own, ConstMatrix(out), prefix}) require_aligned(name(step), each);
+        return check(gpu::gather_columns({.exchange = parts_.exchange,
+                                          .own = rows_of(own),
+                                          .prefix = rows_of(prefix),
+                                          .y = writable(out),
+                                          .tokens = out.rows,
+                                          .own_width = own.columns,
+                                          .dtype = out.dtype,
+                                          .max_ctas = max_ctas()},
+                                         stream_),
+                     "column gather kernel");
+    }
+    if (world_ == 1) {
+        if (prefix.present()) return add(own, prefix, {}, out);
+        if (own.data != out.data) copy(own, out);
+        return;
+    }
+    const Matrix whole = parts_.spare.row_range(0, out.rows);
+    if (parts_.exchange.window.world == 0) {
+        const bool through_spare = prefix.present() && prefix.data == out.data;
+        const Matrix gathered = through_spare ? whole : out;
+        parts_.nccl->gather_columns(own, columns, gathered, stream_);
+        if (prefix.present()) add(gathered, prefix, {}, out);
+        return;
+    }
+    fill_zero(whole);  // a sum in which every column has one summand
+    copy_odd(own, whole.column_range(mine.first, mine.count));
+    all_reduce(step, whole, out, prefix);
+}
+
+/// Rows of any width and alignment.
+void GpuLane::copy_odd(const ConstMatrix& in, const Matrix& out) {
+    if (out.rows == 0) return;
+    check(cudaMemcpy2DAsync(out.data, static_cast<std::size_t>(out.stride_bytes()), in.data,
+                            static_cast<std::size_t>(in.stride_bytes()), static_cast<std::size_t>(out.row_bytes()),
+                            static_cast<std::size_t>(out.rows), cudaMemcpyDeviceToDevice, stream_),
+          "copy of columns");
 }
 
 void GpuLane::normalise(const void* gamma, const ConstMatrix& in, const Matrix& out) {

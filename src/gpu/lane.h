@@ -20,7 +20,8 @@ public:
         Exchange exchange = {};                    ///< without a peer window its world is 0
         Bulk bulk;                                 ///< behind the mailboxes in the window
         std::int64_t bulk_from_bytes = INT64_MAX;  ///< summands at least this large go in bulk
-        int max_ctas = 64;                         ///< of a kernel that waits for peers
+        int max_ctas = 64;                         ///< of a kernel that waits for peers, beside the other lane's
+        int max_ctas_alone = 64;                   ///< of such a kernel while the other lane has none
         NcclExchange* nccl = nullptr;              ///< null: everything goes through the window
         std::int64_t nccl_from_bytes = 0;          ///< summands at least this large go through NCCL
         Product* product = nullptr;                ///< null on a lane that only reduces
@@ -33,6 +34,8 @@ public:
     void set_call(cudaStream_t stream, const CallIdentity& identity) noexcept;
     cudaStream_t stream() const noexcept { return stream_; }
     const Parts& parts() const noexcept { return parts_; }
+    /// Whether the other lane may have a kernel that waits for peers too.
+    void set_beside(bool beside) noexcept { beside_ = beside; }
 
     void all_reduce(Step step, const ConstMatrix& in, const Matrix& out, const ConstMatrix& prefix) override;
     void all_reduce_norm(Step step, const ConstMatrix& in, const void* gamma, const Matrix& out) override;
@@ -40,6 +43,10 @@ public:
     void reduce_scatter_norm(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const void* gamma,
                              const Matrix& out) override;
     void all_gather(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out) override;
+    void reduce_for_columns(Step step, const ConstMatrix& routed, const void* gamma, const Matrix& latent,
+                            const ConstMatrix& shared, std::span<const TokenRange> columns, const Matrix& own) override;
+    void gather_columns(Step step, const ConstMatrix& own, std::span<const TokenRange> columns, const Matrix& out,
+                        const ConstMatrix& prefix) override;
     void project(const ConstMatrix& x, const PackedLayer& layer, WeightPart part, const Epilogue& epilogue,
                  const Matrix& out) override;
     void add(const ConstMatrix& a, const ConstMatrix& b, const ConstMatrix& prefix, const Matrix& out) override;
@@ -53,6 +60,9 @@ private:
     bool in_bulk_before_norm(std::int64_t bytes) const noexcept { return in_bulk(bytes / 2); }
     cudaError_t all_reduce_in_bulk(const ConstMatrix& in, const Matrix& out, const ConstMatrix& prefix) const;
     int stages(std::int64_t bytes) const noexcept;
+    int max_ctas() const noexcept { return beside_ ? parts_.max_ctas : parts_.max_ctas_alone; }
+    bool cuts_columns(const ConstMatrix& own) const noexcept;
+    void copy_odd(const ConstMatrix& in, const Matrix& out);
     void normalise(const void* gamma, const ConstMatrix& in, const Matrix& out);
 
     Shape shape_;
@@ -60,6 +70,7 @@ private:
     int world_;
     Parts parts_;
     cudaStream_t stream_ = nullptr;
+    bool beside_ = false;
 };
 
 }  // namespace latent_moe::gpu

@@ -131,6 +131,68 @@ void NcclExchange::reduce_scatter(const ConstMatrix& in, std::span<const TokenRa
     check(sum_rows(sum, stream), "sum kernel");
 }
 
+void NcclExchange::reduce_columns(const ConstMatrix& in, std::span<const TokenRange> columns, const Matrix& out,
+                                  cudaStream_t stream) {
+    if (in.rows == 0) return;
+    // A rank's columns, row behind row, are what it gets as if they were rows.
+    std::array<ConstMatrix, max_world> parts;
+    std::byte* compact = staging_.get();
+    for (std::size_t peer = 0; peer < columns.size(); ++peer) {
+        parts[peer] = in.column_range(columns[peer].first, columns[peer].count);
+        if (static_cast<int>(peer) == rank_) continue;
+        const Matrix to{compact, in.rows, columns[peer].count, columns[peer].count, in.dtype};
+        copy(parts[peer], to, stream);
+        parts[peer] = to;
+        compact += to.rows * to.row_bytes();
+    }
+    const auto block = static_cast<std::size_t>(out.rows * out.row_bytes());
+    communicator_.before(stream);
+    Group group;
+    for (int peer = 0; peer < world_; ++peer) {
+        if (peer == rank_) continue;
+        const ConstMatrix& part = parts[static_cast<std::size_t>(peer)];
+        check(nccl().Send(part.data, elements(part), type_of(in.dtype), peer, communicator_.get(), stream), "ncclSend");
+        check(nccl().Recv(received_.get() + static_cast<std::size_t>(peer) * block, block / bytes_of(in.dtype),
+                          type_of(in.dtype), peer, communicator_.get(), stream),
+              "ncclRecv");
+    }
+    group.end();
+    communicator_.after(stream);
+    SumRows sum{.world = world_, .y = writable(out), .tokens = out.rows, .width = out.columns, .dtype = in.dtype};
+    for (int peer = 0; peer < world_; ++peer) {
+        sum.x[peer] = peer == rank_ ? rows_of(parts[static_cast<std::size_t>(peer)])
+                                    : ConstRows(received_.get() + static_cast<std::size_t>(peer) * block);
+    }
+    check(sum_rows(sum, stream), "sum kernel");
+}
+
+void NcclExchange::gather_columns(const ConstMatrix& in, std::span<const TokenRange> columns, const Matrix& out,
+                                  cudaStream_t stream) {
+    if (in.rows == 0) return;
+    std::array<Matrix, max_world> parts;
+    std::byte* compact = staging_.get();
+    for (std::size_t peer = 0; peer < columns.size(); ++peer) {
+        parts[peer] = {compact, out.rows, columns[peer].count, columns[peer].count, out.dtype};
+        compact += parts[peer].rows * parts[peer].row_bytes();
+    }
+    const Matrix& sent = parts[static_cast<std::size_t>(rank_)];
+    copy(in, sent, stream);
+    communicator_.before(stream);
+    Group group;
+    for (int peer = 0; peer < world_; ++peer) {
+        if (peer == rank_) continue;
+        const Matrix& theirs = parts[static_cast<std::size_t>(peer)];
+        check(nccl().Send(sent.data, elements(sent), type_of(in.dtype), peer, communicator_.get(), stream), "ncclSend");
+        check(nccl().Recv(theirs.data, elements(theirs), type_of(in.dtype), peer, communicator_.get(), stream), "ncclRecv");
+    }
+    group.end();
+    communicator_.after(stream);
+    for (std::size_t peer = 0; peer < columns.size(); ++peer) {
+        const Matrix to = out.column_range(columns[peer].first, columns[peer].count);
+        if (to.data != in.data) copy(parts[peer], to, stream);
+    }
+}
+
 void NcclExchange::all_gather(const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out,
                               cudaStream_t stream) {
     const TokenRange mine = own[static_cast<std::size_t>(rank_)];

@@ -29,6 +29,9 @@ public:
     void reduce_scatter(const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out, cudaStream_t stream);
     void all_gather(const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out, cudaStream_t stream);
 
+    void reduce_columns(const ConstMatrix& in, std::span<const TokenRange> columns, const Matrix& out, cudaStream_t stream);
+    void gather_columns(const ConstMatrix& in, std::span<const TokenRange> columns, const Matrix& out, cudaStream_t stream);
+
 private:
     Matrix staging(const ConstMatrix& like, std::int64_t first, std::int64_t count) const;
 

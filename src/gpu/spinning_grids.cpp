@@ -15,7 +15,6 @@ namespace latent_moe::gpu {
 namespace {
 
 constexpr int contexts_beside = 2;
-constexpr int most_ctas = 96;   // enough to fill the links; more only take multiprocessors from others
 constexpr int fewest_ctas = 4;  // a header and one part of the data on each lane
 
 struct Registry {
@@ -67,10 +66,11 @@ GridReservation::~GridReservation() {
     registry().ctas[device_] -= ctas_;
 }
 
-LaneGrids lane_grids(int multiprocessors, int reserved_multiprocessors, int sharing) {
-    const int share = room(multiprocessors, reserved_multiprocessors) / (contexts_beside * sharing);
-    const int ctas = std::clamp(share, fewest_ctas, most_ctas);
-    return {ctas - ctas / 3, std::max(2, ctas / 3)};
+LaneGrids lane_grids(int multiprocessors, int reserved_multiprocessors, int sharing, int fused_ctas) {
+    const int all = room(multiprocessors, reserved_multiprocessors) / sharing;
+    const int share = fused_ctas > all / contexts_beside ? all : all / contexts_beside;
+    const int ctas = std::max(share, fewest_ctas);
+    return {.main = ctas - ctas / 3, .side = std::max(2, ctas / 3), .alone = ctas};
 }
 
 }  // namespace latent_moe::gpu

@@ -21,11 +21,13 @@ private:
     int ctas_ = 0;
 };
 
-/// CTAs of the main and the side lane of one of `sharing` ranks on a device: at most what leaves room for a second context.
+/// CTAs of the lanes of one of `sharing` ranks on a device: half of the room, which leaves the rest to a second context, or
+/// all of it where the rank's fused tail takes more than half anyway.
 struct LaneGrids {
-    int main;
+    int main;  ///< beside a kernel of the side lane
     int side;
+    int alone;  ///< of the main lane, while the side lane has none: as many as both
 };
-LaneGrids lane_grids(int multiprocessors, int reserved_multiprocessors, int sharing);
+LaneGrids lane_grids(int multiprocessors, int reserved_multiprocessors, int sharing, int fused_ctas);
 
 }  // namespace latent_moe::gpu

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "gpu/kernels/column_exchange.h"
 #include "gpu/kernels/convert.h"
 #include "gpu/kernels/finish_product.h"
 #include "gpu/kernels/kernels.h"
@@ -46,6 +47,30 @@ void load_exchanges(const Shape& shape, const GpuLane::Parts& parts, const void*
                                    .max_ctas = parts.max_ctas},
                                   stream),
               "all-reduce + norm kernel");
+    }
+    // What the schedule sends may be without shared partials, but the kernel is one.
+    if (shape.hidden % (std::int64_t{8} * exchange.window.world) == 0) {
+        const std::int64_t own_width = shape.hidden / exchange.window.world;
+        check(reduce_for_columns({.exchange = exchange,
+                                  .routed = {data},
+                                  .gamma = gamma,
+                                  .latent = {data},
+                                  .tokens = 1,
+                                  .latent_width = shape.latent,
+                                  .own_width = own_width,
+                                  .dtype = dtype,
+                                  .max_ctas = parts.max_ctas},
+                                 stream),
+              "column exchange kernel");
+        check(gather_columns({.exchange = exchange,
+                              .own = {data},
+                              .y = {data},
+                              .tokens = 1,
+                              .own_width = own_width,
+                              .dtype = dtype,
+                              .max_ctas = parts.max_ctas},
+                             stream),
+              "column gather kernel");
     }
     OwnRows own{};
     for (int rank = 0; rank < exchange.window.world; ++rank) own.first[rank] = rank, own.count[rank] = 1;

@@ -60,6 +60,16 @@ public:
     /// Rows `own[r]` of `out` come from rank r's `in`. `in` may be this rank's rows of `out`.
     virtual void all_gather(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out) = 0;
 
+    /// latent = norm(T(Σ_ranks routed)) and own = the columns `columns[rank]` of T(Σ_ranks shared): what a rank needs to
+    /// make its columns of the output. `latent` may be `routed`, `own` those columns of `shared`; an absent `shared` has no
+    /// sum.
+    virtual void reduce_for_columns(Step step, const ConstMatrix& routed, const void* gamma, const Matrix& latent,
+                                    const ConstMatrix& shared, std::span<const TokenRange> columns, const Matrix& own) = 0;
+    /// Columns `columns[r]` of `out` come from rank r's `own`; then out = T(out + prefix) where there is one. `own` may be
+    /// this rank's columns of `out`.
+    virtual void gather_columns(Step step, const ConstMatrix& own, std::span<const TokenRange> columns, const Matrix& out,
+                                const ConstMatrix& prefix) = 0;
+
     virtual void project(const ConstMatrix& x, const PackedLayer& layer, WeightPart part, const Epilogue& epilogue,
                          const Matrix& out) = 0;
     /// out = T(a + b), then T(out + prefix) where there is one. `out` may be any of the inputs.

@@ -1,40 +1,33 @@
-// column_parallel: every rank multiplies by its own rows of W_up only, and one all-reduce both sums and gathers.
+// column_parallel: every rank makes its own columns of the output, from its own rows of W_up.
 //
-//     partial of rank r:  [ shared_r | shared_r + product | shared_r ]      only its own columns take the product,
-//     all-reduce:         [ Σ shared + product, for all columns      ]      so every column takes it once
+//     all-reduce latent + norm, and of the shared partials to each rank the columns that it owns   (one exchange)
+//       → own columns = their shared sum + product
+//       → all-gather by columns, prefix added
+//
+// On the wire that is what one all-reduce of everything at the end would take; but half of it travels with the latents, and
+// what comes last has nothing left to add.
+#include <array>
+
 #include "tails/schedule.h"
 
 namespace latent_moe {
-namespace {
-
-/// This rank's shared partial where it may be overwritten.
-Matrix writable_partial(Backend& backend, const TailCall& call) {
-    if (call.shared.present() && call.consume_shared) {
-        // The caller has said so: `TailInput::consume_shared`.
-        return {const_cast<std::byte*>(call.shared.data), call.tokens, call.shape.hidden, call.shared.stride,
-                call.shared.dtype};
-    }
-    const Matrix partial = call.before_prefix(backend);
-    if (!call.shared.present()) {
-        backend.main().fill_zero(partial);
-    } else if (call.shared.data != partial.data) {
-        backend.main().copy(call.shared, partial);
-    }
-    return partial;
-}
-
-}  // namespace
 
 void column_parallel_tail(Backend& backend, const TailCall& whole_call) {
+    std::array<TokenRange, max_world> parts;
+    for (int rank = 0; rank < whole_call.world; ++rank)
+        parts[static_cast<std::size_t>(rank)] = even_part(whole_call.shape.hidden, whole_call.world, rank);
+    const std::span<const TokenRange> columns(parts.data(), static_cast<std::size_t>(whole_call.world));
+    const TokenRange mine = columns[static_cast<std::size_t>(whole_call.rank)];
+
     for_each_block(backend, whole_call, [&](const TailCall& call) {
         Lane& lane = backend.main();
         const Matrix latent = backend.scratch(Scratch::latent, call.tokens);
-        lane.all_reduce_norm(Step::reduce_latent, call.routed, backend.gamma(call.layer), latent);
-        const Matrix partial = writable_partial(backend, call);
-        const TokenRange columns = even_part(call.shape.hidden, call.world, call.rank);
-        const Matrix own_columns = partial.column_range(columns.first, columns.count);
-        lane.project(latent, call.layer, WeightPart::shard, {own_columns, {}}, own_columns);
-        lane.all_reduce(Step::reduce_output, partial, call.out, call.prefix);
+        const Matrix own = call.before_prefix(backend).column_range(mine.first, mine.count);
+        const ConstMatrix partial = call.reduces_shared() ? call.shared : ConstMatrix{};
+        lane.reduce_for_columns(Step::reduce_latent, call.routed, backend.gamma(call.layer), latent, partial, columns, own);
+        const ConstMatrix shared = partial.present() ? own : call.shared.column_range(mine.first, mine.count);
+        lane.project(latent, call.layer, WeightPart::shard, {shared, {}}, own);
+        lane.gather_columns(Step::gather_output, own, columns, call.out, call.prefix);
     });
 }
 

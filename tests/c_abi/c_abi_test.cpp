@@ -71,7 +71,8 @@ protected:
         ASSERT_EQ(latent_moe_bootstrap_threads(1, 5000, &bootstrap), LATENT_MOE_OK);
         const latent_moe_shape shape = small_shape();
         const latent_moe_options options = small_options();
-        ASSERT_EQ(latent_moe_context_create(&shape, bootstrap, &options, &context), LATENT_MOE_OK) << latent_moe_last_error();
+        ASSERT_EQ(latent_moe_context_create(&shape, bootstrap, &options, &context), LATENT_MOE_OK)
+            << latent_moe_last_error();
         const latent_moe_weights weights = small_weights();
         ASSERT_EQ(latent_moe_context_add_layer(context, 3, &weights, norm_weights().data(), &layer), LATENT_MOE_OK);
         ASSERT_EQ(latent_moe_context_seal(context), LATENT_MOE_OK);
@@ -97,24 +98,23 @@ protected:
 };
 
 /// The call failed so, and said so.
-#define EXPECT_FAILURE(call, status, message)                                                    \
-    do {                                                                                         \
-        EXPECT_EQ(call, status);                                                                 \
-        EXPECT_NE(std::string(latent_moe_last_error()).find(message), std::string::npos)         \
-            << "the message is: " << latent_moe_last_error();                                    \
+#define EXPECT_FAILURE(call, status, message)                                            \
+    do {                                                                                 \
+        EXPECT_EQ(call, status);                                                         \
+        EXPECT_NE(std::string(latent_moe_last_error()).find(message), std::string::npos) \
+            << "the message is: " << latent_moe_last_error();                            \
     } while (false)
 
 TEST_F(CAbi, ComputesTheBitsThatTheCppApiComputes) {
     ASSERT_EQ(run(), LATENT_MOE_OK) << latent_moe_last_error();
-    auto direct = latent_moe::Context::create(
-        {.hidden = hidden, .latent = latent, .activations = latent_moe::Dtype::f32}, latent_moe::single_rank(),
-        {.backend = "cpu", .max_tokens = 16, .cpu_threads = 1});
+    auto direct =
+        latent_moe::Context::create({.hidden = hidden, .latent = latent, .activations = latent_moe::Dtype::f32},
+                                    latent_moe::single_rank(), {.backend = "cpu", .max_tokens = 16, .cpu_threads = 1});
     const latent_moe::Layer same = direct.add_layer(
         3, {.data = up_projection().data(), .rows = hidden, .dtype = latent_moe::Dtype::f32}, norm_weights().data());
     direct.seal();
     std::vector<float> expected(out.size());
-    ASSERT_TRUE(
-        same.run({.routed = routed.data(), .shared = shared.data(), .tokens = tokens}, expected.data()).ok());
+    ASSERT_TRUE(same.run({.routed = routed.data(), .shared = shared.data(), .tokens = tokens}, expected.data()).ok());
     EXPECT_EQ(out, expected);
     EXPECT_EQ(latent_moe_layer_id(layer), 3);
 }
@@ -181,8 +181,8 @@ TEST_F(CAbi, RefusesNullHandlesAndPointers) {
 }
 
 TEST_F(CAbi, RefusesNumbersThatAreNoEnumerator) {
-    EXPECT_FAILURE(latent_moe_layer_run(layer, 9, &input, out.data(), 0, nullptr),
-                   LATENT_MOE_INVALID_ARGUMENT, "tail is number 9, expected 0 to 5");
+    EXPECT_FAILURE(latent_moe_layer_run(layer, 9, &input, out.data(), 0, nullptr), LATENT_MOE_INVALID_ARGUMENT,
+                   "tail is number 9, expected 0 to 5");
     latent_moe_context* none = nullptr;
     latent_moe_shape shape = small_shape();
     shape.norm = 4;

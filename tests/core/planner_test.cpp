@@ -36,8 +36,9 @@ TEST(Plan, RefusesWithOneReasonForEveryGate) {
               "there is no shared partial whose reduction could overlap");
     EXPECT_EQ(reason({k3, 2, {.shared = SharedState::reduced}, capable()}, Tail::overlap, 4),
               "the shared partial is already reduced, so there is nothing to overlap");
-    EXPECT_EQ(reason({k3, 2, {.shared = SharedState::reduced}, capable()}, Tail::column_parallel, 4),
-              "the shared partial is already reduced, and this tail would sum it over the ranks again");
+    EXPECT_EQ(
+        reason({*shape_preset("nemotron-3-ultra"), 2, {.shared = SharedState::reduced}, capable()}, Tail::late_reduce, 4),
+        "the shared partial is already reduced, and this tail would sum it over the ranks again");
     EXPECT_EQ(reason({k3, 3, {}, capable()}, Tail::fused, 4),
               "hidden 7168 is not divisible by 3 ranks, so the rows of W_up cannot be split evenly");
     EXPECT_EQ(reason({k3, 2, {}, capable()}, Tail::late_reduce, 4),
