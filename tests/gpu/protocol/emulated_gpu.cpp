@@ -1,8 +1,12 @@
 #include "gpu/protocol/emulated_gpu.h"
 
 #include <array>
+#include <atomic>
+#include <barrier>
 #include <cstring>
+#include <mutex>
 #include <new>
+#include <optional>
 #include <thread>
 
 namespace latent_moe::gpu::emulated {
@@ -11,48 +15,92 @@ namespace {
 
 constexpr std::align_val_t alignment{128};
 
+/// A barrier of a kernel's threads: those that have left the kernel are not waited for, as on a GPU.
+class Barrier {
+public:
+    explicit Barrier(unsigned members) : members_(members) {}
+
+    void sync() {
+        std::unique_lock lock(mutex_);
+        ++arrived_;
+        if (complete()) return;
+        const unsigned phase = phase_;
+        lock.unlock();
+        phase_.wait(phase);
+    }
+    /// By every member, once a kernel. The last one makes the barrier ready for another kernel.
+    void leave() {
+        const std::lock_guard lock(mutex_);
+        ++left_;
+        if (left_ == members_) {
+            left_ = 0;
+        } else if (arrived_ > 0) {
+            complete();
+        }
+    }
+
+private:
+    bool complete() {
+        if (arrived_ + left_ < members_) return false;
+        arrived_ = 0;
+        ++phase_;
+        phase_.notify_all();
+        return true;
+    }
+
+    const unsigned members_;
+    std::mutex mutex_;
+    unsigned arrived_ = 0, left_ = 0;
+    std::atomic<unsigned> phase_{0};
+};
+
 struct Wave {
-    std::barrier<> all{static_cast<std::ptrdiff_t>(wave_size)};
+    Barrier all{wave_size};
     std::array<std::uint32_t, wave_size> values{};
 };
 
 struct Cta {
-    explicit Cta(unsigned threads) : all(static_cast<std::ptrdiff_t>(threads)), waves(threads / wave_size) {}
-    std::barrier<> all;
+    explicit Cta(unsigned threads) : all(threads), waves(threads / wave_size) {}
+    Barrier all;
     std::vector<Wave> waves;
 };
 
 struct Rank {
     explicit Rank(Grid largest) : kernel_ends(static_cast<std::ptrdiff_t>(largest.ctas * largest.threads)) {
-        for (unsigned c = 0; c < largest.ctas; ++c) ctas.push_back(std::make_unique<Cta>(largest.threads));
+        for (auto& kernel : ctas) {
+            for (unsigned c = 0; c < largest.ctas; ++c) kernel.push_back(std::make_unique<Cta>(largest.threads));
+        }
     }
     std::barrier<> kernel_ends;
-    std::vector<std::unique_ptr<Cta>> ctas;
+    /// A kernel and its successor may both be running.
+    std::array<std::vector<std::unique_ptr<Cta>>, 2> ctas;
 };
 
 /// A thread of the emulated grid, and its view of the rank's stream.
 class Thread final : public Neighbours, public Stream {
 public:
-    Thread(Rank& rank, unsigned cta, unsigned thread)
-        : rank_(rank), cta_(*rank.ctas[cta]), wave_(cta_.waves[thread / wave_size]), cta_index_(cta), thread_(thread) {}
+    Thread(Rank& rank, unsigned cta, unsigned thread) : rank_(rank), cta_index_(cta), thread_(thread) {}
 
     void launch(Grid grid, const std::function<void()>& kernel) override {
+        ++launches_;
         if (cta_index_ < grid.ctas && thread_ < grid.threads) {
             blockIdx.x = cta_index_, gridDim.x = grid.ctas, threadIdx.x = thread_, blockDim.x = grid.threads;
             neighbours = this;
             kernel();
         }
-        dependency_wait();  // an idle thread must not run ahead of its rank either
+        wave().values[thread_ % wave_size] = 0;  // of a thread that has left, sums take nothing
+        wave().all.leave(), cta().all.leave();
+        dependency_wait();  // nobody runs ahead of the kernel before
         ended_.emplace(rank_.kernel_ends.arrive());
     }
 
-    void sync_cta() override { cta_.all.arrive_and_wait(); }
-    void sync_wave() override { wave_.all.arrive_and_wait(); }
+    void sync_cta() override { cta().all.sync(); }
+    void sync_wave() override { wave().all.sync(); }
     std::uint32_t sum_over_wave(std::uint32_t value) override {
-        wave_.values[thread_ % wave_size] = value;
+        wave().values[thread_ % wave_size] = value;
         sync_wave();
         std::uint32_t sum = 0;
-        for (const std::uint32_t v : wave_.values) sum += v;
+        for (const std::uint32_t v : wave().values) sum += v;
         sync_wave();  // before anybody writes again
         return sum;
     }
@@ -63,10 +111,12 @@ public:
     }
 
 private:
+    Cta& cta() { return *rank_.ctas[launches_ % 2][cta_index_]; }
+    Wave& wave() { return cta().waves[thread_ / wave_size]; }
+
     Rank& rank_;
-    Cta& cta_;
-    Wave& wave_;
     unsigned cta_index_, thread_;
+    unsigned launches_ = 0;
     std::optional<std::barrier<>::arrival_token> ended_;  ///< of the kernel before, while nobody has waited for its end
 };
 

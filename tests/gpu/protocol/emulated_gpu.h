@@ -1,17 +1,15 @@
-// Ranks as grids of threads of this machine: what a GPU's launch, stream and barriers give a kernel, for kernels' bodies that
-// were compiled for the host (primitives/target_host.h).
+// Ranks as grids of threads of this machine: what a GPU's launch, stream and barriers give a kernel, for kernels' bodies
+// that were compiled for the host (primitives/target_host.h).
 //
 // Every thread of every rank's largest grid is one OS thread that goes through the same calls. A rank's stream is in order:
 // a kernel's threads may start while the kernel before still runs (as with dependent launch), and `dependency_wait` holds
 // them until it has ended.
 #pragma once
 
-#include <barrier>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "gpu/primitives/mailbox.h"
