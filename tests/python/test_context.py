@@ -1,0 +1,316 @@
+"""Contexts and layers over NumPy arrays, ranks as threads."""
+
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import latent_moe as lm
+from problem import DTYPES, TOLERANCE, Problem, relative_error, same_bits
+
+
+def run_every_tail(problem, bootstrap):
+    context = problem.context(bootstrap)
+    arrays = problem.routed[bootstrap.rank], problem.shared[bootstrap.rank], problem.prefix
+    tails = [each.tail for each in context.plan(problem.tokens).candidates]
+    return {tail: context.layers[0].run(*arrays, tail=tail) for tail in tails}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [0, 1, 17, 300])
+def test_every_tail_matches_numpy_with_the_same_bits_on_every_rank(world, tokens):
+    problem = Problem(world=world, tokens=tokens)
+    outs = lm.run_thread_ranks(world, lambda bootstrap: run_every_tail(problem, bootstrap))
+    several = {"replicated", "overlap", "column_parallel", "token_parallel"}
+    assert set(outs[0]) == ({"replicated"} if world == 1 else several)
+    for tail, first in outs[0].items():
+        assert first.dtype == ml_dtypes.bfloat16
+        if tokens:
+            assert relative_error(first, problem.reference()) < TOLERANCE["bf16"], tail
+        assert all(same_bits(first, out[tail]) for out in outs), tail
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", ["rms", "none"])
+def test_every_activation_type_with_and_without_a_norm(dtype, norm):
+    problem = Problem(dtype=dtype, norm=norm, routed_scale=0.5)
+    outs = lm.run_thread_ranks(2, lambda bootstrap: run_every_tail(problem, bootstrap))[0]
+    assert ("late_reduce" in outs) == (norm == "none")
+    for tail, out in outs.items():
+        bound = TOLERANCE[dtype] * (1.3 if tail == "late_reduce" else 1)
+        assert relative_error(out, problem.reference()) < bound, tail
+
+
+def test_raw_bits_are_taken_for_the_contexts_dtype():
+    problem = Problem(world=1)
+    (layer,) = problem.context(lm.single_rank()).layers
+    named = layer.run(problem.routed[0], problem.shared[0], problem.prefix)
+    bits = layer.run(*(each.view(np.uint16) for each in (problem.routed[0], problem.shared[0], problem.prefix)))
+    assert bits.dtype == np.uint16
+    assert same_bits(named, bits)
+
+
+def test_an_output_may_be_given_and_rows_may_be_strided():
+    problem = Problem(world=1)
+    (layer,) = problem.context(lm.single_rank()).layers
+    expected = layer.run(problem.routed[0], problem.shared[0], problem.prefix)
+
+    def padded(array, columns):
+        wide = np.zeros((array.shape[0], array.shape[1] + columns), array.dtype)
+        wide[:, : array.shape[1]] = array
+        return wide[:, : array.shape[1]]
+
+    out = padded(np.zeros_like(expected), 24)
+    given = layer.run(padded(problem.routed[0], 8), padded(problem.shared[0], 40), problem.prefix, out)
+    assert given is out
+    assert same_bits(np.ascontiguousarray(out), expected)
+    assert not out.base[:, problem.hidden :].any()
+
+
+@pytest.mark.parametrize("state", ["absent", "reduced"])
+def test_shared_may_be_absent_or_reduced(state):
+    problem = Problem(shared_state=state)
+    for tail, out in lm.run_thread_ranks(2, lambda bootstrap: run_every_tail(problem, bootstrap))[0].items():
+        assert relative_error(out, problem.reference()) < TOLERANCE["bf16"], tail
+
+
+def test_a_sequence_parallel_rank_gets_its_own_rows():
+    problem = Problem(world=3, tokens=8)
+
+    def body(bootstrap):
+        context = problem.context(bootstrap, sequence_parallel=True)
+        own = context.own_tokens(8)
+        prefix = problem.prefix[own.first : own.first + own.count]
+        return own, context.layers[0].run(problem.routed[bootstrap.rank], problem.shared[bootstrap.rank], prefix)
+
+    parts = lm.run_thread_ranks(3, body)
+    assert [own.count for own, _ in parts] == [part.shape[0] for _, part in parts]
+    whole = np.concatenate([part for _, part in parts])
+    assert relative_error(whole, problem.reference()) < TOLERANCE["bf16"]
+
+
+def test_weights_may_be_a_shard_and_float8_with_scales():
+    problem = Problem()
+    scales = np.linspace(0.5, 2, problem.hidden, dtype=np.float32)
+    stored = (problem.weights.astype(np.float32) * 4).astype(ml_dtypes.float8_e4m3fn)
+    half = problem.hidden // 2
+
+    def body(bootstrap, raw):
+        own = slice(bootstrap.rank * half, (bootstrap.rank + 1) * half)
+        context = lm.Context(problem.shape, bootstrap, problem.options(keep_whole_weights=False))
+        rows, dtype = (stored[own].view(np.uint8), "e4m3") if raw else (stored[own], None)
+        layer = context.add_layer(0, rows, problem.gamma, dtype=dtype, scale=0.25, row_scales=scales[own])
+        context.seal()
+        return layer.run(problem.routed[bootstrap.rank], problem.shared[bootstrap.rank], problem.prefix)
+
+    named = lm.run_thread_ranks(2, lambda bootstrap: body(bootstrap, False))[0]
+    raw = lm.run_thread_ranks(2, lambda bootstrap: body(bootstrap, True))[0]
+    problem.weights = stored.astype(np.float64) * scales[:, None] * 0.25
+    assert relative_error(named, problem.reference()) < TOLERANCE["bf16"]
+    assert same_bits(named, raw)
+
+
+def test_the_plan_says_which_tail_and_why_not_the_others():
+    plans = lm.explain(lm.Shape.preset("kimi-k3"), 2, [1, 4096], lm.Options(backend="cpu", max_tokens=1024))
+    assert plans[0].tail == "column_parallel"
+    assert {each.tail: each.reason for each in plans[0].refused}["late_reduce"].startswith("the norm needs")
+    assert plans[1].tail is None
+    assert all("exceed max_tokens 1024" in each.reason for each in plans[1].refused)
+    assert "late_reduce: cannot run: the norm needs" in str(plans[0])
+
+
+def test_the_first_part_is_the_reduction_and_the_norm():
+    problem = Problem(tokens=9)
+
+    def body(bootstrap):
+        context = problem.context(bootstrap)
+        x = problem.routed[bootstrap.rank].copy()
+        y = context.all_reduce_rms_norm(x, problem.gamma)
+        assert context.all_reduce_rms_norm(x, problem.gamma, x) is x
+        assert same_bits(x, y)
+        return y
+
+    outs = lm.run_thread_ranks(2, body)
+    assert relative_error(outs[0], problem.normed()) < TOLERANCE["bf16"]
+    assert same_bits(*outs)
+
+
+def test_the_second_part_adds_to_the_ranks_column_slice_in_place():
+    problem = Problem(tokens=9)
+    half = problem.hidden // 2
+
+    def body(bootstrap):
+        context = problem.context(bootstrap)
+        c = problem.shared[bootstrap.rank].copy()
+        own = slice(bootstrap.rank * half, (bootstrap.rank + 1) * half)
+        context.accumulate_projection(problem.routed[0], context.layers[0], c[:, own])
+        return c
+
+    product = problem.routed[0].astype(np.float64) @ problem.weights.astype(np.float64).T
+    for rank, c in enumerate(lm.run_thread_ranks(2, body)):
+        expected = problem.shared[rank].astype(np.float64)
+        own = slice(rank * half, (rank + 1) * half)
+        expected[:, own] += product[:, own]
+        assert relative_error(c, expected) < TOLERANCE["bf16"]
+        other = slice((1 - rank) * half, (2 - rank) * half)
+        assert same_bits(c[:, other], problem.shared[rank][:, other])
+
+
+def test_suspend_gives_the_workspace_back():
+    problem = Problem(world=1)
+    context = problem.context(lm.single_rank())
+    before = context.workspace_bytes
+    out = context.layers[0].run(problem.routed[0], problem.shared[0], problem.prefix)
+    context.suspend()
+    assert context.workspace_bytes == 0
+    with pytest.raises(lm.LatentMoeError, match="suspended") as caught:
+        context.layers[0].run(problem.routed[0], problem.shared[0], problem.prefix)
+    assert caught.value.code == "unsupported"
+    context.resume()
+    assert context.workspace_bytes == before
+    assert same_bits(out, context.layers[0].run(problem.routed[0], problem.shared[0], problem.prefix))
+    assert context.weight_bytes == problem.weights.nbytes + problem.gamma.nbytes
+
+
+def test_a_layer_keeps_its_context_alive():
+    problem = Problem(world=1)
+    (layer,) = problem.context(lm.single_rank()).layers
+    assert layer.run(problem.routed[0], problem.shared[0]).shape == (5, problem.hidden)
+    assert layer.id == 3
+
+
+def test_other_python_threads_run_while_a_rank_waits():
+    """Rank 1 comes late. A rank that kept the GIL would keep it from coming at all."""
+    problem = Problem()
+    ticks = 0
+    done = threading.Event()
+
+    def tick():
+        nonlocal ticks
+        while not done.is_set():
+            ticks += 1
+            time.sleep(0.005)
+
+    def body(bootstrap):
+        context = problem.context(bootstrap)
+        if bootstrap.rank == 1:
+            time.sleep(0.3)
+        return context.layers[0].run(problem.routed[bootstrap.rank], problem.shared[bootstrap.rank])
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    lm.run_thread_ranks(2, body)
+    done.set()
+    ticker.join()
+    assert ticks > 20
+
+
+# What is refused, and how.
+
+
+def refused(call, code, text):
+    with pytest.raises(lm.LatentMoeError, match=text) as caught:
+        call()
+    assert caught.value.code == code
+
+
+def test_arrays_that_do_not_fit_are_refused_by_name():
+    problem = Problem(world=1)
+    (layer,) = problem.context(lm.single_rank()).layers
+    routed, shared = problem.routed[0], problem.shared[0]
+    frozen = np.zeros_like(shared)
+    frozen.flags.writeable = False
+    both = np.zeros((8, 192), shared.dtype)
+
+    for text, arrays, rest in (
+        (r"shared is \[4, 192\], expected \[5, 192\]", (routed, shared[:4]), {}),
+        (r"routed is \[5, 32\], expected \[5, 64\]", (routed[:, :32], shared), {}),
+        ("routed is f32, expected bf16", (routed.astype(np.float32), shared), {"out": shared.copy()}),
+        (r"prefix is \[5, 64\], expected \[5, 192\]", (routed, shared, routed), {}),
+        ("shared is null, expected", (routed,), {}),
+        ("side by side", (routed, shared.T[:5]), {}),
+        ("DLPack type", (routed, np.zeros((5, 192))), {}),
+        ("3 dimensions", (routed, shared[None]), {}),
+        ("buffer protocol", (routed, "shared"), {}),
+        ("out overlaps shared", (routed, both[1:6]), {"out": both[2:7]}),
+        ("tail is 'fastest', expected one of replicated", (routed, shared), {"tail": "fastest"}),
+        ("out is read-only", (routed, shared), {"out": frozen}),
+    ):
+        refused(lambda arrays=arrays, rest=rest: layer.run(*arrays, **rest), "invalid argument", text)
+    refused(lambda: layer.run(routed, shared, tail="overlap"), "unsupported", "cannot run 5 tokens: there is one rank")
+    with pytest.raises(TypeError, match="cannot make an array like memoryview"):
+        layer.run(memoryview(routed.view(np.uint16)), shared)
+    assert layer.run(routed, shared).shape == (5, 192), "a refused call leaves the context usable"
+
+
+def test_set_up_that_does_not_fit_is_refused_by_name():
+    one = lm.single_rank()
+    cpu = lm.Options(backend="cpu")
+    refused(lambda: lm.Context(lm.Shape(65, 64), one, cpu), "invalid argument", "hidden is 65")
+    refused(lambda: lm.Context(lm.Shape(64, 64, norm="layer"), one, cpu), "invalid argument", "norm is 'layer'")
+    refused(lambda: lm.Context(lm.Shape(64, 64), one, lm.Options(backend="abacus")), "unavailable", "abacus")
+    refused(lambda: lm.Shape.preset("kimi-k9"), "invalid argument", "expected one of kimi-k3")
+    quick = lm.Options(backend="cpu", tail_token_limit={"quick": 3})
+    refused(lambda: lm.Context(lm.Shape(64, 64), one, quick), "invalid argument", "tail is 'quick'")
+    context = lm.Context(lm.Shape(64, 64), one, cpu)
+    weights = np.zeros((64, 64), ml_dtypes.bfloat16)
+    gamma = np.ones(64, ml_dtypes.bfloat16)
+    with pytest.raises(TypeError, match="raw bits"):
+        context.add_layer(0, weights.view(np.uint16), gamma)
+    for text, arrays, rest in (
+        ("expected 64 columns", (weights[:, :32], gamma), {}),
+        ("layer 0: gamma is null", (weights,), {}),
+        (r"gamma is \[1, 8\]", (weights, gamma[:8]), {}),
+        ("has 32 rows", (weights[:32], gamma), {}),
+        ("row_scales is", (weights, gamma), {"row_scales": np.ones(3, np.float32)}),
+    ):
+        refused(lambda arrays=arrays, rest=rest: context.add_layer(0, *arrays, **rest), "invalid argument", text)
+    refused(lambda: context.plan(-1), "invalid argument", "tokens is -1")
+    context.seal()
+    refused(context.seal, "unsupported", "sealed already")
+
+
+def test_ranks_that_disagree_are_told_so_on_both():
+    def body(bootstrap):
+        with pytest.raises(lm.LatentMoeError) as caught:
+            lm.Context(lm.Shape(64, 64, epsilon=1e-5 + bootstrap.rank * 1e-6), bootstrap, lm.Options(backend="cpu"))
+        return caught.value.code, str(caught.value)
+
+    for code, message in lm.run_thread_ranks(2, body):
+        assert code == "mismatch"
+        assert "epsilon" in message
+
+
+def test_a_rank_that_aborts_ends_the_others_wait():
+    problem = Problem()
+
+    def body(bootstrap):
+        context = problem.context(bootstrap)
+        assert context.poll_fault() is None
+        if bootstrap.rank == 1:
+            time.sleep(0.05)
+            context.abort("the engine shuts down")
+            return context.poll_fault()
+        with pytest.raises(lm.LatentMoeError, match="rank 1 gave up: the engine shuts down") as caught:
+            context.layers[0].run(problem.routed[0], problem.shared[0])
+        assert caught.value.code == "aborted"
+        return context.poll_fault()
+
+    faults = lm.run_thread_ranks(2, body)
+    assert all("the engine shuts down" in fault.message for fault in faults)
+    assert faults[0].layer == 3
+
+
+def test_the_error_of_the_rank_that_failed_first_is_raised():
+    problem = Problem()
+
+    def body(bootstrap):
+        context = problem.context(bootstrap, timeout_ms=500)
+        if bootstrap.rank == 1:
+            raise KeyError("a defect of the caller's")
+        context.layers[0].run(problem.routed[0], problem.shared[0])
+
+    with pytest.raises(KeyError, match="a defect of the caller's"):
+        lm.run_thread_ranks(2, body)
