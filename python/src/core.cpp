@@ -51,9 +51,9 @@ Dtype dtype_from(const char* what, const std::string& text) {
 }
 
 Tail tail_from(const std::string& text) {
-    return from_name("tail", text,
-                     {Tail::replicated, Tail::overlap, Tail::column_parallel, Tail::token_parallel, Tail::late_reduce,
-                      Tail::fused});
+    return from_name(
+        "tail", text,
+        {Tail::replicated, Tail::overlap, Tail::column_parallel, Tail::token_parallel, Tail::late_reduce, Tail::fused});
 }
 
 std::optional<Tail> tail_from(const std::optional<std::string>& text) {
@@ -96,7 +96,9 @@ View view_of(nb::object array) {
     const bool may_write = nb::try_cast(array, writable);
     if (may_write) {
         tensor = nb::ndarray<nb::ro>(writable);
-    } else if (!nb::try_cast(array, tensor)) refuse("expected an array with DLPack or the buffer protocol, found another object");
+    } else if (!nb::try_cast(array, tensor)) {
+        refuse("expected an array with DLPack or the buffer protocol, found another object");
+    }
     if (tensor.ndim() != 1 && tensor.ndim() != 2)
         refuse("an array has " + std::to_string(tensor.ndim()) + " dimensions, expected [rows, columns]");
     const bool flat = tensor.ndim() == 1;
@@ -121,7 +123,8 @@ View view_of(nb::object array) {
 View view_at(std::uintptr_t data, std::int64_t rows, std::int64_t columns, std::int64_t stride, std::string dtype,
              std::string device, nb::object owner) {
     if (rows <= 1 && stride < columns) stride = columns;
-    return {reinterpret_cast<void*>(data), rows, columns, stride, std::move(dtype), std::move(device), true, std::move(owner)};
+    return {
+        reinterpret_cast<void*>(data), rows, columns, stride, std::move(dtype), std::move(device), true, std::move(owner)};
 }
 
 std::string shape_text(std::int64_t rows, std::int64_t columns) {
@@ -139,8 +142,7 @@ struct Expectation {
                    shape_text(rows, columns));
         }
         const bool raw = view.dtype == "u16" && bytes_of(dtype) == 2;
-        if (view.dtype != name(dtype) && !raw)
-            refuse(std::string(what) + " is " + view.dtype + ", expected " + name(dtype));
+        if (view.dtype != name(dtype) && !raw) refuse(std::string(what) + " is " + view.dtype + ", expected " + name(dtype));
         if (view.device != device)
             refuse(std::string(what) + " is in memory of the " + view.device + ", expected the " + device);
     }
@@ -185,11 +187,12 @@ Bootstrap callable_ranks(int rank, int world, nb::callable all_gather, int local
                 to += bytes;
             }
         } catch (const nb::python_error& error) {
-            throw Error(StatusCode::unavailable, std::string("the all-gather callable failed: ") +
-                                                     nb::str(error.value()).c_str());
+            throw Error(StatusCode::unavailable,
+                        std::string("the all-gather callable failed: ") + nb::str(error.value()).c_str());
         }
     };
-    return {.rank = rank, .world = world, .all_gather_bytes = gather_bytes, .transport = nullptr, .local_world = local_world};
+    return {
+        .rank = rank, .world = world, .all_gather_bytes = gather_bytes, .transport = nullptr, .local_world = local_world};
 }
 
 Shape shape_from(const nb::handle& from) {
@@ -246,7 +249,8 @@ Layer add_layer(Context& context, std::int64_t id, const View& weights, const st
                std::to_string(context.shape().latent) + " columns");
     }
     const Expectation expected = expectation_of(context);
-    if (expected.device == "cpu" && weights.device != "cpu") refuse("the weights are in memory of the gpu, expected the cpu");
+    if (expected.device == "cpu" && weights.device != "cpu")
+        refuse("the weights are in memory of the gpu, expected the cpu");
     if (row_scales) {
         if (row_scales->dtype != "f32" || row_scales->rows * row_scales->columns != weights.rows ||
             row_scales->device != "cpu" || (row_scales->rows > 1 && row_scales->stride != row_scales->columns))
@@ -275,8 +279,7 @@ void run(const Layer& layer, const Context& context, const View& routed, const s
     const Shape& shape = context.shape();
     const Expectation expected = expectation_of(context);
     const std::int64_t tokens = routed.rows;
-    const std::int64_t own =
-        context.options().sequence_parallel ? context.own_tokens(tokens, context.rank()).count : tokens;
+    const std::int64_t own = context.options().sequence_parallel ? context.own_tokens(tokens, context.rank()).count : tokens;
     const TailInput input{.routed = expected.rows("routed", routed, tokens, shape.latent),
                           .shared = expected.rows("shared", shared, tokens, shape.hidden),
                           .prefix = expected.rows("prefix", prefix, own, shape.hidden),
@@ -418,9 +421,10 @@ NB_MODULE(_core, module) {
         },
         "communicator"_a, "timeout_ms"_a);
 
-    nb::class_<Layer>(module, "Layer").def_prop_ro("id", &Layer::id).def(
-        "run", &run, "context"_a, "routed"_a, "shared"_a.none(), "prefix"_a.none(), "out"_a, "stream"_a, "tail"_a.none(),
-        "consume_shared"_a);
+    nb::class_<Layer>(module, "Layer")
+        .def_prop_ro("id", &Layer::id)
+        .def("run", &run, "context"_a, "routed"_a, "shared"_a.none(), "prefix"_a.none(), "out"_a, "stream"_a,
+             "tail"_a.none(), "consume_shared"_a);
 
     nb::class_<Context>(module, "Context")
         .def_static("create", &create, "shape"_a, "bootstrap"_a, "options"_a)
@@ -431,12 +435,13 @@ NB_MODULE(_core, module) {
         .def_prop_ro("world", &Context::world)
         .def_prop_ro("weight_bytes", &Context::weight_bytes)
         .def_prop_ro("workspace_bytes", &Context::workspace_bytes)
-        .def("own_tokens",
-             [](const Context& context, std::int64_t tokens, int rank) {
-                 const TokenRange range = context.own_tokens(tokens, rank);
-                 return std::pair(range.first, range.count);
-             },
-             "tokens"_a, "rank"_a)
+        .def(
+            "own_tokens",
+            [](const Context& context, std::int64_t tokens, int rank) {
+                const TokenRange range = context.own_tokens(tokens, rank);
+                return std::pair(range.first, range.count);
+            },
+            "tokens"_a, "rank"_a)
         .def("plan", &plan, "tokens"_a)
         .def("poll_fault", &poll_fault)
         .def("abort", &Context::abort, "reason"_a, Free())

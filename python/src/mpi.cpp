@@ -12,7 +12,8 @@
 namespace nb = nanobind;
 
 NB_MODULE(_mpi, module) {
-    module.doc() = "Ranks that are MPI processes. `latent_moe._core`, which knows what a Bootstrap is, must be imported first.";
+    module.doc() =
+        "Ranks that are MPI processes. `latent_moe._core`, which knows what a Bootstrap is, must be imported first.";
     module.def("library_version", [] {
         std::array<char, MPI_MAX_LIBRARY_VERSION_STRING> text{};
         int length = 0;
