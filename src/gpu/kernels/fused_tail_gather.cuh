@@ -324,25 +324,6 @@ struct Gather {
         arrive_threads_of(shared_ready, Tile::math_threads + threads);
     }
 
-    // ---- 5. finished columns. Each CTA takes a contiguous range of each peer's units.
-
-    LATENT_MOE_DEVICE void gather_columns(const Slot<Cta>& slot) {
-        const std::uint32_t all = p.tokens * p.column_units, share = (all + gridDim.x - 1) / gridDim.x;
-        const std::uint32_t begin = blockIdx.x * share, end = min(begin + share, all);
-        for_each_peer(cta, [&](int source) {
-            const uint4* box = slot.columns_from(source);
-#pragma unroll 1
-            for (std::uint32_t i = begin + thread; i < end; i += threads) {
-                const std::uint32_t token = i / p.column_units, unit = i % p.column_units + source * p.column_units;
-                uint4* to = p.out.at(token, unit);
-                uint4 v[1];
-                take<1>(
-                    v, wait, Phase::combine, [&](int) { return box + i; }, [&](int) { return source; });
-                store16(to, v[0]);
-            }
-        });
-    }
-
     LATENT_MOE_DEVICE void run() {
         Place first{thread / p.gather_columns, thread % p.gather_columns};
         if (first.row >= p.gather_rows) first.row = p.tokens;
@@ -360,7 +341,7 @@ struct Gather {
         gather_shared(slot, own);
         stamp<Tile>(p, shared_done, thread == 0);
         rearm(cta, state, threads - 1 - thread, threads);  // other warps first than those that wait for columns
-        gather_columns(slot);
+        gather_columns(cta, slot, wait, thread, threads);
         stamp<Tile>(p, columns_came, thread == 0);
         wait.report(cta.bar(Barriers::epoch));
     }

@@ -47,7 +47,7 @@ struct alignas(32) State {
 
 /// The region before the slots: an entry a CTA, and the digests of the two last calls, spread so that adding to them is
 /// quick.
-inline constexpr int digest_lanes = 32;
+inline constexpr int digest_lanes = static_cast<int>(wave_size);
 struct Head {
     State state[max_grid];
     alignas(128) std::uint32_t digest[2][digest_lanes][8];
@@ -114,7 +114,7 @@ LATENT_MOE_DEVICE void store_state(const Params& p, const State& now, int lane) 
         make_uint2(now.slot == slots - 1 ? 0 : now.slot + 1, static_cast<std::uint32_t>(p.tokens) << 1 | now.digests());
 #pragma unroll 1
     for (int i = static_cast<int>(blockIdx.x) + lane * static_cast<int>(gridDim.x); i < max_grid;
-         i += 32 * static_cast<int>(gridDim.x)) {
+         i += static_cast<int>(wave_size * gridDim.x)) {
         store_relaxed<Scope::device>(reinterpret_cast<uint2*>(head(p).state + i), next);
     }
 }
@@ -177,6 +177,26 @@ LATENT_MOE_DEVICE void take(uint4 (&v)[n], PeerWait& wait, Phase phase, At at, P
     }
 }
 
+/// Finished columns, as they come, into `out`. Each CTA takes a contiguous range of each peer's units.
+template <class Cta>
+LATENT_MOE_DEVICE void gather_columns(const Cta& cta, const Slot<Cta>& slot, PeerWait& wait, int thread, int threads) {
+    const Params& p = cta.p;
+    const std::uint32_t all = p.tokens * p.column_units, share = (all + gridDim.x - 1) / gridDim.x;
+    const std::uint32_t begin = blockIdx.x * share, end = min(begin + share, all);
+    for_each_peer(cta, [&](int source) {
+        const uint4* box = slot.columns_from(source);
+#pragma unroll 1
+        for (std::uint32_t i = begin + thread; i < end; i += threads) {
+            const std::uint32_t token = i / p.column_units, unit = i % p.column_units + source * p.column_units;
+            uint4* to = p.out.at(token, unit);
+            uint4 v[1];
+            take<1>(
+                v, wait, Phase::combine, [&](int) { return box + i; }, [&](int) { return source; });
+            store16(to, v[0]);
+        }
+    });
+}
+
 /// Re-arms the slot before `state.slot`: each CTA a contiguous range. By `threads` threads of every CTA.
 template <class Cta>
 LATENT_MOE_DEVICE void rearm(const Cta& cta, const State& state, int thread, int threads) {
@@ -199,7 +219,7 @@ LATENT_MOE_DEVICE void rearm(const Cta& cta, const State& state, int thread, int
 /// By whole warps: to this call's digest.
 LATENT_MOE_DEVICE void add_digest(const Params& p, const State& state, std::uint32_t digest) {
     digest = sum_over_wave(digest);
-    const unsigned lane = threadIdx.x & 31, place = (blockIdx.x + threadIdx.x / 32) % digest_lanes;
+    const unsigned lane = threadIdx.x % wave_size, place = (blockIdx.x + threadIdx.x / wave_size) % digest_lanes;
     if (lane == 0) add_relaxed<Scope::device>(&head(p).digest[state.digests()][place][0], digest);
 }
 
@@ -209,7 +229,7 @@ LATENT_MOE_DEVICE_CALL void keep_protocol(const Params& p, std::uint32_t epoch, 
     const Exchange& x = p.exchange;
     const Call call{epoch, false};
     const bool fault = faulted(x, load_relaxed(&control(x).fault), epoch);
-    leave_call(x, call, lane, 32);
+    leave_call(x, call, lane, static_cast<int>(wave_size));
     if (blockIdx.x != 0 || fault) return;
     std::uint32_t* digest = head(p).digest[digests_before][lane];
     const std::uint32_t sum = sum_over_wave(load_relaxed<Scope::device>(digest));

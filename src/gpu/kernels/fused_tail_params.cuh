@@ -137,6 +137,7 @@ struct Params {
     Exchange exchange;
 };
 
+#ifdef __CUDACC__
 /// Brings the parameters near, while nothing is urgent yet.
 LATENT_MOE_DEVICE void touch(const Params& p) {
     std::uint64_t at;
@@ -147,6 +148,7 @@ LATENT_MOE_DEVICE void touch(const Params& p) {
         asm volatile("ld.param.u32 %0, [%1];" : "=r"(ignored) : "l"(at + line));
     }
 }
+#endif
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
@@ -200,37 +202,5 @@ struct Cta {
 };
 
 #endif
-
-/// Shared memory as the CTA's own threads read and write it.
-template <class T>
-LATENT_MOE_DEVICE T load_shared(std::uint32_t address) {
-    T v;
-    if constexpr (sizeof(T) == 16) {
-        uint4 w;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-                     : "r"(address)
-                     : "memory");
-        v = *reinterpret_cast<T*>(&w);
-    } else {
-        static_assert(sizeof(T) == 4);
-        std::uint32_t w;
-        asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(w) : "r"(address) : "memory");
-        v = *reinterpret_cast<T*>(&w);
-    }
-    return v;
-}
-template <class T>
-LATENT_MOE_DEVICE void store_shared(std::uint32_t address, T v) {
-    if constexpr (sizeof(T) == 16) {
-        const uint4 w = *reinterpret_cast<uint4*>(&v);
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
-                     : "memory");
-    } else {
-        static_assert(sizeof(T) == 4);
-        asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(address), "r"(*reinterpret_cast<std::uint32_t*>(&v))
-                     : "memory");
-    }
-}
 
 }  // namespace latent_moe::gpu::fused

@@ -26,6 +26,38 @@ LATENT_MOE_DEVICE std::uint32_t shared_address(const void* p) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
+/// Shared memory as the CTA's own threads read and write it.
+template <class T>
+LATENT_MOE_DEVICE T load_shared(std::uint32_t address) {
+    T v;
+    if constexpr (sizeof(T) == 16) {
+        uint4 w;
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                     : "r"(address)
+                     : "memory");
+        v = *reinterpret_cast<T*>(&w);
+    } else {
+        static_assert(sizeof(T) == 4);
+        std::uint32_t w;
+        asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(w) : "r"(address) : "memory");
+        v = *reinterpret_cast<T*>(&w);
+    }
+    return v;
+}
+template <class T>
+LATENT_MOE_DEVICE void store_shared(std::uint32_t address, T v) {
+    if constexpr (sizeof(T) == 16) {
+        const uint4 w = *reinterpret_cast<uint4*>(&v);
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
+                     : "memory");
+    } else {
+        static_assert(sizeof(T) == 4);
+        asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(address), "r"(*reinterpret_cast<std::uint32_t*>(&v))
+                     : "memory");
+    }
+}
+
 /// For data that is read once: leaves the caches to others. Never for memory that anybody writes during the kernel.
 LATENT_MOE_DEVICE uint4 load16_once(const void* from) {
     uint4 v;
