@@ -372,7 +372,11 @@ TailCall checked_call(const ContextState& state, const PackedLayer& layer, const
 Status run_tail(ContextState& state, std::size_t index, std::optional<Tail> asked, const TailInput& input, const Rows& out,
                 Stream stream) noexcept {
     const ContextState::LayerEntry& layer = state.layers[index];
-    CallIdentity identity{.tokens = input.tokens, .layer = layer.id, .prefix = input.prefix.data != nullptr};
+    CallIdentity identity{.tokens = input.tokens,
+                          .layer = layer.id,
+                          .prefix = input.prefix.data != nullptr,
+                          .starts_early = input.starts_early,
+                          .releases_early = input.releases_early};
     return state.call(identity, stream, [&](auto begin) {
         const TailCall call = checked_call(state, *layer.packed, input, out);
         const std::optional<Tail> tail = asked ? asked : state.planner.choose(input.tokens);

@@ -37,8 +37,7 @@ constexpr std::int64_t most_block_tokens = 4096;
 /// Most bytes of the mailboxes of one call, and of the boxes of one in bulk. Larger messages are cut: past this a kernel
 /// more costs little beside the wire.
 constexpr std::int64_t mailbox_bytes = std::int64_t{2} << 20;
-constexpr std::int64_t column_mailbox_bytes = std::int64_t{16}
-                                              << 20;  // the main lane's: column exchanges are kernels of rows
+constexpr std::int64_t column_mailbox_bytes = std::int64_t{32} << 20;  // of the main lane, for column exchanges
 constexpr std::int64_t bulk_box_bytes = std::int64_t{16} << 20;
 
 /// Summands from this size on go in bulk.
@@ -199,10 +198,12 @@ public:
         }
         current_.emplace(topology_.device);
         identity_ = identity;
-        main_->set_call(static_cast<cudaStream_t>(stream), identity);
+        // Kernels that wait for their predecessor hold places that a rank beside them may need.
+        const bool overlaps = identity.is_tail && !topology_.shares_devices();
+        main_->set_call(static_cast<cudaStream_t>(stream), identity, overlaps);
         // Where ranks share a GPU their lanes take turns. With lanes of several ranks waiting for each other on one GPU, a
         // launch was seen to stay behind another rank's wait until that timed out (large messages, 2 to 4 ranks a GPU).
-        side_->set_call(topology_.shares_devices() ? main_->stream() : side_stream_.get(), identity);
+        side_->set_call(topology_.shares_devices() ? main_->stream() : side_stream_.get(), identity, false);
     }
 
     /// The kernels make the digest of what they write, and send it with the next call's header.

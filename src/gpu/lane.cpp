@@ -48,8 +48,11 @@ std::int64_t bytes_of_rows(const ConstMatrix& matrix, std::span<const TokenRange
 
 }  // namespace
 
-void GpuLane::set_call(cudaStream_t stream, const CallIdentity& identity) noexcept {
+void GpuLane::set_call(cudaStream_t stream, const CallIdentity& identity, bool overlaps) noexcept {
     stream_ = stream;
+    overlaps_ = overlaps;
+    starts_early_ = overlaps && identity.starts_early;
+    releases_early_ = overlaps && identity.releases_early;
     parts_.exchange.layer = static_cast<std::int32_t>(identity.layer);
     parts_.exchange.tail = identity.is_tail ? static_cast<std::uint32_t>(identity.tail) : no_tail;
 }
@@ -119,7 +122,7 @@ cudaError_t GpuLane::all_reduce_in_bulk(const ConstMatrix& in, const Matrix& out
 void GpuLane::all_reduce_norm(Step step, const ConstMatrix& in, const void* gamma, const Matrix& out) {
     const std::int64_t bytes = bytes_of_rows(in);
     if (world_ == 1 && gamma != nullptr) return normalise(gamma, in, out);
-    if (gamma == nullptr || through_nccl(bytes) || in_bulk_before_norm(bytes) || stages(bytes) != 1) {
+    if (gamma == nullptr || through_nccl(bytes) || stages(bytes) != 1) {
         all_reduce(step, in, out, {});
         if (gamma != nullptr) normalise(gamma, out, out);
         return;
@@ -212,7 +215,9 @@ void GpuLane::reduce_for_columns(Step step, const ConstMatrix& routed, const voi
                                               .latent_width = routed.columns,
                                               .own_width = own.columns,
                                               .dtype = routed.dtype,
-                                              .max_ctas = max_ctas()},
+                                              .max_ctas = max_ctas(),
+                                              .starts_early = takes_early_start(),
+                                              .releases_early = overlaps_},
                                              stream_),
                      "column exchange kernel");
     }
@@ -241,7 +246,9 @@ void GpuLane::gather_columns(Step step, const ConstMatrix& own, std::span<const 
                                           .tokens = out.rows,
                                           .own_width = own.columns,
                                           .dtype = out.dtype,
-                                          .max_ctas = max_ctas()},
+                                          .max_ctas = max_ctas(),
+                                          .starts_early = takes_early_start(),
+                                          .releases_early = releases_early_},
                                          stream_),
                      "column gather kernel");
     }
@@ -288,7 +295,7 @@ void GpuLane::normalise(const void* gamma, const ConstMatrix& in, const Matrix& 
 void GpuLane::project(const ConstMatrix& x, const PackedLayer& layer, WeightPart part, const Epilogue& epilogue,
                       const Matrix& out) {
     parts_.product->run(x, static_cast<const GpuPackedLayer&>(layer).weights(part), epilogue, out,
-                        parts_.spare.row_range(0, out.rows), stream_);
+                        parts_.spare.row_range(0, out.rows), takes_early_start() ? max_ctas() : 0, stream_);
 }
 
 void GpuLane::add(const ConstMatrix& a, const ConstMatrix& b, const ConstMatrix& prefix, const Matrix& out) {

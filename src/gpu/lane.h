@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <utility>
 
 #include "core/matrix.h"
 #include "gpu/kernels/bulk_exchange.h"
@@ -31,7 +32,8 @@ public:
     GpuLane(const Shape& shape, int rank, int world, const Parts& parts)
         : shape_(shape), rank_(rank), world_(world), parts_(parts) {}
 
-    void set_call(cudaStream_t stream, const CallIdentity& identity) noexcept;
+    /// `overlaps`: kernels of a call may wait on the device for those before them.
+    void set_call(cudaStream_t stream, const CallIdentity& identity, bool overlaps) noexcept;
     cudaStream_t stream() const noexcept { return stream_; }
     const Parts& parts() const noexcept { return parts_; }
     /// Whether the other lane may have a kernel that waits for peers too.
@@ -56,10 +58,10 @@ public:
 private:
     bool through_nccl(std::int64_t bytes) const noexcept;
     bool in_bulk(std::int64_t bytes) const noexcept { return bytes >= parts_.bulk_from_bytes; }
-    /// The norm has a kernel of its own behind a bulk message; mailboxes have it in theirs.
-    bool in_bulk_before_norm(std::int64_t bytes) const noexcept { return in_bulk(bytes / 2); }
     cudaError_t all_reduce_in_bulk(const ConstMatrix& in, const Matrix& out, const ConstMatrix& prefix) const;
     int stages(std::int64_t bytes) const noexcept;
+    /// Whether the kernel that is about to be launched may start before its predecessor has ended.
+    bool takes_early_start() noexcept { return std::exchange(starts_early_, overlaps_ && !beside_); }
     int max_ctas() const noexcept { return beside_ ? parts_.max_ctas : parts_.max_ctas_alone; }
     bool cuts_columns(const ConstMatrix& own) const noexcept;
     void copy_odd(const ConstMatrix& in, const Matrix& out);
@@ -71,6 +73,9 @@ private:
     Parts parts_;
     cudaStream_t stream_ = nullptr;
     bool beside_ = false;
+    bool overlaps_ = false;
+    bool starts_early_ = false;  ///< of the call's next kernel
+    bool releases_early_ = false;
 };
 
 }  // namespace latent_moe::gpu

@@ -53,7 +53,7 @@ void Product::release_workspace() noexcept {
 }
 
 void Product::run(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out,
-                  const Matrix& spare, cudaStream_t stream) {
+                  const Matrix& spare, int early_ctas, cudaStream_t stream) {
     if (out.rows == 0) return;
     const bool aligned = is_aligned(x) && is_aligned(out) && is_aligned(epilogue.addend) && is_aligned(epilogue.prefix);
     if (out.rows <= skinny_tokens && weights.packed != nullptr && aligned) {
@@ -67,7 +67,9 @@ void Product::run(const ConstMatrix& x, const ProductWeights& weights, const Epi
                                  .tokens = out.rows,
                                  .rows = weights.rows,
                                  .latent = shape_.latent,
-                                 .dtype = shape_.activations},
+                                 .dtype = shape_.activations,
+                                 .dependent_launch = early_ctas > 0,
+                                 .early_ctas = early_ctas},
                                 stream),
               "projection kernel");
         return;

@@ -31,9 +31,10 @@ public:
     void release_workspace() noexcept;
     std::size_t workspace_bytes() const noexcept { return gemm_.workspace_bytes() + sums_.bytes() + widened_.bytes(); }
 
-    /// `spare`: [rows, hidden], used where `out` still holds the prefix.
+    /// `spare`: [rows, hidden], used where `out` still holds the prefix. A kernel of ours of up to `early_ctas` CTAs starts
+    /// before its predecessor has ended.
     void run(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out,
-             const Matrix& spare, cudaStream_t stream);
+             const Matrix& spare, int early_ctas, cudaStream_t stream);
 
 private:
     void run_in_float32(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out,

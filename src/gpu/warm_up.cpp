@@ -48,20 +48,22 @@ void load_exchanges(const Shape& shape, const GpuLane::Parts& parts, const void*
                                   stream),
               "all-reduce + norm kernel");
     }
-    // What the schedule sends may be without shared partials, but the kernel is one.
+    // Without shared partials the kernel is the same; with as many rows as CTAs may be it is the one for many rows.
     if (shape.hidden % (std::int64_t{8} * exchange.window.world) == 0) {
         const std::int64_t own_width = shape.hidden / exchange.window.world;
-        check(reduce_for_columns({.exchange = exchange,
-                                  .routed = {data},
-                                  .gamma = gamma,
-                                  .latent = {data},
-                                  .tokens = 1,
-                                  .latent_width = shape.latent,
-                                  .own_width = own_width,
-                                  .dtype = dtype,
-                                  .max_ctas = parts.max_ctas},
-                                 stream),
-              "column exchange kernel");
+        for (const std::int64_t tokens : {1, 2}) {
+            check(reduce_for_columns({.exchange = exchange,
+                                      .routed = {data},
+                                      .gamma = gamma,
+                                      .latent = {data},
+                                      .tokens = tokens,
+                                      .latent_width = shape.latent,
+                                      .own_width = own_width,
+                                      .dtype = dtype,
+                                      .max_ctas = 2},
+                                     stream),
+                  "column exchange kernel");
+        }
         check(gather_columns({.exchange = exchange,
                               .own = {data},
                               .y = {data},

@@ -87,6 +87,8 @@ struct CallIdentity {
     Tail tail = Tail::replicated;
     bool is_tail = true;
     bool prefix = false;
+    bool starts_early = false;    ///< see `TailInput`
+    bool releases_early = false;  ///< see `TailInput`
 };
 
 struct TailCall;

@@ -38,12 +38,14 @@ struct ReduceParams {
     bool release;
 };
 
-template <Dtype dtype, int batch, int per_thread>
-__global__ void __launch_bounds__(norm_threads) reduce_rows(const __grid_constant__ ReduceParams p) {
+/// A CTA's threads are one or two teams; each carries rows of its own, in step with the other.
+template <Dtype dtype, int batch, int per_thread, int teams>
+__global__ void __launch_bounds__(norm_threads* teams) reduce_rows(const __grid_constant__ ReduceParams p) {
     using U = Unit<dtype>;
-    __shared__ float parts[2][norm_threads / 32];
+    __shared__ float parts[2][teams][norm_threads / 32];
     const Exchange& x = p.exchange;
-    const std::uint32_t thread = threadIdx.x;
+    const std::uint32_t team_threads = blockDim.x / teams, team = teams == 1 ? 0 : threadIdx.x / team_threads;
+    const std::uint32_t thread = threadIdx.x - team * team_threads;
 
     // γ is a weight: nobody writes it while the context lives, so it may be read before the predecessor has ended.
     uint4 gamma[per_thread] = {};
@@ -55,7 +57,7 @@ __global__ void __launch_bounds__(norm_threads) reduce_rows(const __grid_constan
         }
     };
     const auto for_own = [&](auto body) {
-        for (std::uint32_t unit = thread; unit < p.own_units; unit += blockDim.x) body(unit);
+        for (std::uint32_t unit = thread; unit < p.own_units; unit += team_threads) body(unit);
     };
     if (p.gamma) for_latent([&](int i, std::uint32_t unit) { gamma[i] = load16(p.gamma + unit); });
 
@@ -86,34 +88,39 @@ __global__ void __launch_bounds__(norm_threads) reduce_rows(const __grid_constan
     };
 
     const Boxes boxes = boxes_at(x, call, rank, stride);
-    const std::uint32_t step = gridDim.x - 1;
+    const std::uint32_t step = (gridDim.x - 1) * teams;
     Wait wait(x, call.epoch);
     std::uint32_t digest = 0;
     int turn = 0;
-    push(blockIdx.x - 1);
-    for (std::uint32_t row = blockIdx.x - 1; row < p.tokens; row += step, ++turn) {
+    if (const std::uint32_t row = (blockIdx.x - 1) * teams + team; row < p.tokens) push(row);
+    for (std::uint32_t first = (blockIdx.x - 1) * teams; first < p.tokens; first += step, ++turn) {
+        const std::uint32_t row = first + team;
+        const bool has_row = row < p.tokens;
         if (row + step < p.tokens) push(row + step);
         uint4 sum[per_thread];
         float squares = 0;
         for_latent([&](int i, std::uint32_t unit) {
+            if (!has_row) return;
             const uint4 own = routed(row, unit);
             sum[i] = sum_over_ranks<dtype, batch>(x, boxes, row * row_units + unit, own, wait, Phase::gather);
             squares = sum_of_squares<dtype>(sum[i], squares);
         });
         for_own([&](std::uint32_t unit) {
+            if (!has_row) return;
             const std::uint32_t at = row * row_units + p.latent_units + unit;
             const uint4 own = shared(row, rank, unit);
             const uint4 total = sum_over_ranks<dtype, batch>(x, boxes, at, own, wait, Phase::scatter);
             if (!wait.gave_up()) store16(p.own.at(row, unit), total);
         });
         // A thread that gave up comes along to the barrier; it only stores nothing.
-        const float factor =
-            p.gamma ? rms_factor(sum_over_cta(squares, parts[turn % 2]), p.inverse_width, p.epsilon) : 1.0F;
+        const float factor = p.gamma ? rms_factor(sum_over_team(squares, parts[turn % 2][team], thread, team_threads),
+                                                  p.inverse_width, p.epsilon)
+                                     : 1.0F;
         if (turn == 0) {
             if (!p.gamma) sync_cta();
-            leave_call(x, call, thread, blockDim.x);
+            leave_call(x, call, threadIdx.x, blockDim.x);
         }
-        if (wait.gave_up()) continue;
+        if (!has_row || wait.gave_up()) continue;
         for_latent([&](int i, std::uint32_t unit) {
             const uint4 value = p.gamma ? normalised<dtype>(sum[i], gamma[i], factor) : sum[i];
             store16(p.latent.at(row, unit), value);
@@ -133,7 +140,7 @@ struct GatherParams {
     bool release;
 };
 
-constexpr int gather_threads = 512;
+constexpr int gather_threads = 1024;
 constexpr int gathered_at_once = 4;  ///< peers polled together
 
 template <Dtype dtype>
@@ -209,19 +216,20 @@ std::int64_t units_of(std::int64_t width, Dtype dtype) {
 
 /// As many rows as a slot holds of `row_units` a row, in pieces of nearly equal size; 0: not even one.
 std::int64_t rows_of_a_kernel(const Exchange& x, std::int64_t tokens, std::int64_t row_units) {
-    const std::int64_t fits = std::min(x.slot_bytes / 16 / std::max(1, x.window.world - 1), std::int64_t{1} << 30) / row_units;
+    const std::int64_t fits =
+        std::min(x.slot_bytes / 16 / std::max(1, x.window.world - 1), std::int64_t{1} << 30) / row_units;
     if (fits < 1) return tokens == 0 ? 1 : 0;
     const std::int64_t pieces = std::max<std::int64_t>(1, (tokens + fits - 1) / fits);
     return std::max<std::int64_t>(1, (tokens + pieces - 1) / pieces);
 }
 
 template <Dtype dtype, int batch>
-cudaError_t launch_reduce(int per_thread, const Launch& how, const ReduceParams& p) {
+cudaError_t launch_reduce(int per_thread, int teams, const Launch& how, const ReduceParams& p) {
     switch (per_thread) {
-        case 1: return launch(how, reduce_rows<dtype, batch, 1>, p);
-        case 2: return launch(how, reduce_rows<dtype, batch, 2>, p);
-        case 4: return launch(how, reduce_rows<dtype, batch, 4>, p);
-        default: return launch(how, reduce_rows<dtype, batch, 8>, p);
+        case 1: return launch(how, teams == 2 ? reduce_rows<dtype, batch, 1, 2> : reduce_rows<dtype, batch, 1, 1>, p);
+        case 2: return launch(how, reduce_rows<dtype, batch, 2, 1>, p);
+        case 4: return launch(how, reduce_rows<dtype, batch, 4, 1>, p);
+        default: return launch(how, reduce_rows<dtype, batch, 8, 1>, p);
     }
 }
 
@@ -261,17 +269,21 @@ cudaError_t reduce_for_columns(const ReduceForColumns& op, cudaStream_t stream) 
     const std::int64_t most = rows_of_a_kernel(op.exchange, op.tokens, latent_units + p.own_units);
     if (most == 0) return cudaErrorInvalidValue;  // not even one row fits
     const int own_threads = static_cast<int>(std::min<std::int64_t>(norm_threads, (p.own_units + 31) / 32 * 32));
-    Launch how{.block = std::max(shape.threads, own_threads), .dependent = op.starts_early, .stream = stream};
+    const int team_threads = std::max(shape.threads, own_threads);
+    Launch how{.dependent = op.starts_early, .stream = stream};
     std::int64_t done = 0;
     do {
         const std::int64_t rows = std::min(most, op.tokens - done);
         p.tokens = static_cast<std::uint32_t>(rows);
-        how.grid = static_cast<int>(std::min<std::int64_t>(rows, op.max_ctas - 1)) + 1;
+        // Few rows are quicker one a CTA; of many, two teams have more in flight.
+        const int teams = shape.per_thread == 1 && rows >= op.max_ctas ? 2 : 1;
+        how.grid = static_cast<int>(std::min<std::int64_t>((rows + teams - 1) / teams, op.max_ctas - 1)) + 1;
+        how.block = teams * team_threads;
         const cudaError_t error = for_dtype(op.dtype, [&]<Dtype dtype>() {
             switch (batch_for(world)) {
-                case 2: return launch_reduce<dtype, 2>(shape.per_thread, how, p);
-                case 4: return launch_reduce<dtype, 4>(shape.per_thread, how, p);
-                default: return launch_reduce<dtype, 8>(shape.per_thread, how, p);
+                case 2: return launch_reduce<dtype, 2>(shape.per_thread, teams, how, p);
+                case 4: return launch_reduce<dtype, 4>(shape.per_thread, teams, how, p);
+                default: return launch_reduce<dtype, 8>(shape.per_thread, teams, how, p);
             }
         });
         if (error != cudaSuccess) return error;
@@ -309,8 +321,7 @@ cudaError_t gather_columns(const GatherColumns& op, cudaStream_t stream) {
                          .block = static_cast<int>(threads),
                          .dependent = op.starts_early,
                          .stream = stream};
-        if (const cudaError_t error =
-                for_dtype(op.dtype, [&]<Dtype dtype>() { return launch(how, gather_rows<dtype>, p); });
+        if (const cudaError_t error = for_dtype(op.dtype, [&]<Dtype dtype>() { return launch(how, gather_rows<dtype>, p); });
             error != cudaSuccess) {
             return error;
         }

@@ -4,9 +4,10 @@
 // Conventions. Rows are strided views; a stride counts elements, 0 means contiguous. Every row starts at a multiple of 16
 // bytes, every width is a multiple of 8. `tokens` may be 0: a call that takes part in the exchange is then still made.
 // `max_ctas` bounds the grid (2 to `max_grid`): all grids that wait for each other, of all ranks on one GPU, must be
-// resident together. `dependent_launch`: the kernel may start before its predecessor ends, and lets its successor do the
-// same (launch.h); only weights and γ are read before it has ended. A successor that waits holds its place on the GPU too:
-// where ranks share one, count both grids. Load every kernel (CUDA_MODULE_LOADING=EAGER, or call it once) before any waits.
+// resident together, each CTA on a multiprocessor of its own (so that those left free stay free). `dependent_launch`: the
+// kernel may start before its predecessor ends, and lets its successor do the same (launch.h); only weights and γ are read
+// before it has ended. A successor that waits holds its place on the GPU too: where ranks share one, count both grids. Load
+// every kernel (CUDA_MODULE_LOADING=EAGER, or call it once) before any waits.
 #pragma once
 
 #include <cstdint>
@@ -113,7 +114,8 @@ struct SkinnyProjection {
     std::int64_t latent = 0;               ///< K
     Dtype dtype = Dtype::bf16;             ///< bf16 or f16: of A, W and C
     bool dependent_launch = false;
-    bool portable = false;  ///< use the kernel for every architecture where the wgmma kernel would run
+    int early_ctas = max_grid;  ///< a larger grid does not start early: it would keep others out while it waits
+    bool portable = false;      ///< use the kernel for every architecture where the wgmma kernel would run
 };
 cudaError_t skinny_projection(const SkinnyProjection& op, cudaStream_t stream);
 

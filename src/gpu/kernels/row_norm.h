@@ -43,6 +43,19 @@ LATENT_MOE_DEVICE float sum_over_cta(float value, float (&parts)[norm_threads / 
     return sum;
 }
 
+/// The same over a team: thread `thread` of `threads` neighbours of the CTA, whose own `parts` are. The CTA's barrier keeps
+/// its teams in step.
+LATENT_MOE_DEVICE float sum_over_team(float value, float (&parts)[norm_threads / 32], std::uint32_t thread,
+                                      std::uint32_t threads) {
+#pragma unroll
+    for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffff, value, lane);
+    if (thread % 32 == 0) parts[thread / 32] = value;
+    __syncthreads();
+    float sum = 0;
+    for (std::uint32_t w = 0; w < threads / 32; ++w) sum += parts[w];
+    return sum;
+}
+
 template <Dtype dtype>
 LATENT_MOE_DEVICE uint4 normalised(uint4 v, uint4 gamma, float factor) {
     float x[Unit<dtype>::size], g[Unit<dtype>::size];

@@ -38,6 +38,7 @@ struct Params {
     int ring;           ///< Hopper: blocks of W and of A that shared memory holds
     int in_flight;      ///< Hopper: weight copies in flight
     bool release;
+    int early_ctas;
 };
 
 /// Two neighbouring columns of C, from their finished float32 sums.
@@ -430,6 +431,8 @@ Cut cut_for(const PackedLayout& layout) {
 
 template <Dtype dtype, class Tile>
 cudaError_t launch_hopper(Params p, int split, bool dependent, cudaStream_t stream) {
+    const int tiles = static_cast<int>((p.layout.rows + Tile::rows - 1) / Tile::rows);
+    dependent = dependent && tiles * split <= p.early_ctas;
     p.ring = Tile::ring();
     // Enough copies in flight to keep the memory busy, and no more: they delay whatever queues behind them, A above all.
     p.in_flight = Tile::rows == 64 ? 8 : dependent && Tile::tokens > 8 ? 3 : 4;
@@ -442,7 +445,6 @@ cudaError_t launch_hopper(Params p, int split, bool dependent, cudaStream_t stre
         e != cudaSuccess) {
         return e;
     }
-    const int tiles = static_cast<int>((p.layout.rows + Tile::rows - 1) / Tile::rows);
     return launch({.grid = tiles * split,
                    .block = Tile::threads,
                    .cluster = split,
@@ -468,7 +470,7 @@ cudaError_t launch_tokens(const Params& p, bool hopper, bool dependent, cudaStre
     return launch({.grid = static_cast<int>((p.layout.rows + portable_rows - 1) / portable_rows),
                    .block = portable_warps * 32,
                    .shared_bytes = shared,
-                   .dependent = dependent,
+                   .dependent = dependent && (p.layout.rows + portable_rows - 1) / portable_rows <= p.early_ctas,
                    .stream = stream},
                   kernel, p);
 }
@@ -528,7 +530,8 @@ cudaError_t skinny_projection(const SkinnyProjection& op, cudaStream_t stream) {
                    .column_scales = op.column_scales,
                    .scale = op.scale,
                    .tokens = static_cast<int>(op.tokens),
-                   .release = op.dependent_launch};
+                   .release = op.dependent_launch,
+                   .early_ctas = op.early_ctas};
     if (op.tokens < 0 || op.tokens > 64 || op.rows <= 0 || op.rows % 8 != 0 || op.latent <= 0 || op.latent % 8 != 0 ||
         !p.packed || !aligned(p.a) || !aligned(p.addend) || !aligned(p.prefix) || !aligned(p.c)) {
         return cudaErrorInvalidValue;
