@@ -74,20 +74,9 @@ __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__
 #endif
 }
 
-/// A call of no rows: takes part in the protocol, re-arms, moves on.
+/// A call of no rows.
 __global__ void __launch_bounds__(256) idle(const __grid_constant__ Params p) {
-    const int thread = threadIdx.x;
-    dependency_wait();
-    if (p.release && thread == 0) release_dependents();
-    const State state = load_state(p);
-    const auto epoch = load_relaxed<Scope::device>(&control(p.exchange).epoch[blockIdx.x]);
-    __syncthreads();  // all have read both
-    if (thread < 32) {
-        store_state(p, state, thread);
-        keep_protocol(p, epoch, state.rows & 1, thread);
-    } else {
-        rearm(Cta<Tile<8, 64>>(p, 0), state, thread - 32, 224);
-    }
+    take_part(Cta<Tile<8, 64>>(p, 0), threadIdx.x, 256);
 }
 
 __global__ void __launch_bounds__(256) reset(char* region, std::int64_t bytes) {

@@ -239,4 +239,22 @@ LATENT_MOE_DEVICE_CALL void keep_protocol(const Params& p, std::uint32_t epoch, 
     exchange_headers(x, call, static_cast<std::uint32_t>(p.tokens), lane);
 }
 
+/// A call of no rows: takes part in the protocol, re-arms, moves on. By all threads of every CTA.
+template <class Cta>
+LATENT_MOE_DEVICE void take_part(const Cta& cta, int thread, int threads) {
+    constexpr int wave = static_cast<int>(wave_size);
+    const Params& p = cta.p;
+    dependency_wait();
+    if (p.release && thread == 0) release_dependents();
+    const State state = load_state(p);
+    const auto epoch = load_relaxed<Scope::device>(&control(p.exchange).epoch[blockIdx.x]);
+    sync_cta();  // all have read both
+    if (thread < wave) {
+        store_state(p, state, thread);
+        keep_protocol(p, epoch, state.rows & 1, thread);
+    } else {
+        rearm(cta, state, thread - wave, threads - wave);
+    }
+}
+
 }  // namespace latent_moe::gpu::fused
