@@ -5,7 +5,7 @@ cd "$root"
 
 build_packages=(g++ cmake ninja-build git libdnnl-dev ocl-icd-opencl-dev libopenmpi-dev openmpi-bin libfmt-dev libcli11-dev
                 nlohmann-json3-dev)
-test_packages=(libgtest-dev clang-format-14 clang-tidy-19 clang-14 libclang-rt-14-dev python3)
+test_packages=(libgtest-dev relacy-dev clang-format-14 clang-tidy-19 clang-14 libclang-rt-14-dev python3)
 
 say() { printf '\n== %s\n' "$*"; }
 
