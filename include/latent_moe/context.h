@@ -25,7 +25,8 @@
 
 namespace latent_moe {
 
-class ContextState;  // private
+class ContextState;   // private
+class ContextAccess;  // private
 
 /// A GPU stream of the backend's own type, or null for its default stream. On the CPU work is done when a call returns.
 using Stream = void*;
@@ -143,6 +144,7 @@ public:
                                  Stream stream = nullptr) const noexcept;
 
 private:
+    friend class ContextAccess;
     explicit Context(std::shared_ptr<ContextState> state) : state_(std::move(state)) {}
 
     std::shared_ptr<ContextState> state_;

@@ -13,6 +13,7 @@ namespace {
 constexpr const char* shape_group = "Shape";
 constexpr const char* rank_group = "Ranks and schedule";
 constexpr const char* tensor_group = "Tensors";
+constexpr const char* bench_group = "Measurement";
 constexpr const char* output_group = "Output";
 
 [[noreturn]] void refuse(const std::string& message) {
@@ -66,6 +67,34 @@ Dtype parse_dtype(const std::string& text, const char* option, bool weights) {
         if (text == name(dtype) && (weights || dtype != Dtype::e4m3)) return dtype;
     }
     refuse(fmt::format("{} is '{}', expected bf16, f16{}", option, text, weights ? ", f32 or e4m3" : " or f32"));
+}
+
+std::vector<InputState> parse_input_states(const std::string& text) {
+    std::vector<InputState> states;
+    for (const std::string_view part : split(text, ',')) {
+        const std::size_t before = states.size();
+        for (int index = 0; index < input_state_count; ++index) {
+            const auto state = static_cast<InputState>(index);
+            if (part == name(state) || part == "all") states.push_back(state);
+        }
+        if (states.size() == before) {
+            refuse(fmt::format("--input-state is '{}': '{}' is none of raw, fresh-late, fresh-early, cooperating and all",
+                               text, part));
+        }
+    }
+    return states;
+}
+
+std::vector<double> parse_milliseconds(const std::string& text, const char* option) {
+    std::vector<double> all;
+    for (const std::string_view part : split(text, ',')) {
+        double value = 0;
+        const auto [end, problem] = std::from_chars(part.data(), part.data() + part.size(), value);
+        if (problem != std::errc{} || end != part.data() + part.size() || !(value > 0 && value < 1e9))
+            refuse(fmt::format("{} is '{}': '{}' is no number of milliseconds above 0", option, text, part));
+        all.push_back(value);
+    }
+    return all;
 }
 
 template <typename Value>
@@ -228,8 +257,56 @@ void add_tensor_options(CLI::App& app, Arguments& arguments, bool with_inputs) {
     app.add_flag("--no-prefix", arguments.no_prefix, "add no prefix")->group(tensor_group);
 }
 
+const char* name(InputState state) noexcept {
+    switch (state) {
+        case InputState::raw: return "raw";
+        case InputState::fresh_late: return "fresh-late";
+        case InputState::fresh_early: return "fresh-early";
+        case InputState::cooperating: return "cooperating";
+    }
+    return "unknown";
+}
+
+void add_bench_options(CLI::App& app, Arguments& arguments) {
+    add_parsed(
+        app, "--input-state",
+        "raw: inputs are there already; fresh-late, fresh-early, cooperating: a kernel writes them in front of every "
+        "tail and lets it start at its end, at once, or beside itself; several with commas, or all (all on a GPU, raw "
+        "on a CPU)",
+        "LIST", [&arguments](const std::string& text) { arguments.input_states = parse_input_states(text); })
+        ->group(bench_group);
+    add_parsed(app, "--dependent-launch",
+               "on, off or both: whether the fused tail may start before the kernel in front of it has ended (both)",
+               "STATE",
+               [&arguments](const std::string& text) {
+                   if (text != "on" && text != "off" && text != "both")
+                       refuse(fmt::format("--dependent-launch is '{}', expected on, off or both", text));
+                   arguments.dependent_launch.clear();
+                   if (text != "on") arguments.dependent_launch.push_back(false);
+                   if (text != "off") arguments.dependent_launch.push_back(true);
+               })
+        ->group(bench_group);
+    app.add_flag("--no-external", arguments.no_external, "without the rows of other libraries")->group(bench_group);
+    CLI::Option* step = app.add_flag("--step", arguments.step,
+                                     "a decode step's worth: 92 layers in one recording, and what they save beside other "
+                                     "libraries' rows")
+                            ->group(bench_group);
+    add_parsed(app, "--tpot-ms",
+               "with --step: time per output token with the other library's tails, one number or one for each of --tokens",
+               "LIST", [&arguments](const std::string& text) { arguments.tpot_ms = parse_milliseconds(text, "--tpot-ms"); })
+        ->needs(step)
+        ->group(bench_group);
+    app.add_option("--trace", arguments.trace,
+                   "write the kernels of one pass of each tail as a trace that Perfetto and Chrome show")
+        ->type_name("FILE")
+        ->group(output_group);
+    app.add_flag("--progress", arguments.progress, "say on standard error what is being done, a line each, and since when")
+        ->group(output_group);
+}
+
 void add_repeats_option(CLI::App& app, Arguments& arguments) {
-    add_number(app, "--repeats", arguments.repeats, "timed repetitions (as many as fit in about a second)", 1, 100'000)
+    add_number(app, "--repeats", arguments.repeats,
+               "timed repetitions (as many as fit in about a quarter of a second, 5 to 100)", 1, 100'000)
         ->group(output_group);
 }
 

@@ -21,6 +21,11 @@ struct TailChoice {
     bool one_named() const noexcept { return kind == Kind::named && named.size() == 1; }
 };
 
+/// How a tail's inputs come to be while it is timed: there beforehand, or written in front of every call.
+enum class InputState : std::uint8_t { raw, fresh_late, fresh_early, cooperating };
+inline constexpr int input_state_count = 4;
+const char* name(InputState state) noexcept;
+
 struct Arguments {
     // The shape.
     std::optional<std::string> model;
@@ -60,14 +65,21 @@ struct Arguments {
     bool quiet = false;
 
     // Of one subcommand each.
-    bool no_check = false;                  // run
-    std::optional<int> layers;              // bench, synthesize
-    std::optional<int> repeats;             // run, bench, op
-    std::string path;                       // inspect
-    std::string operation;                  // op
-    std::int64_t first_layer = 1;           // synthesize
-    int shards = 1;                         // synthesize
-    std::optional<std::string> inputs_out;  // synthesize
+    bool no_check = false;                                // run
+    std::optional<int> layers;                            // bench, synthesize
+    std::optional<std::vector<InputState>> input_states;  // bench
+    std::vector<bool> dependent_launch = {false, true};   // bench: without, with, both in turn
+    bool no_external = false;                             // bench
+    bool step = false;                                    // bench
+    std::vector<double> tpot_ms;                          // bench
+    std::optional<std::string> trace;                     // bench
+    bool progress = false;                                // bench
+    std::optional<int> repeats;                           // run, bench, op
+    std::string path;                                     // inspect
+    std::string operation;                                // op
+    std::int64_t first_layer = 1;                         // synthesize
+    int shards = 1;                                       // synthesize
+    std::optional<std::string> inputs_out;                // synthesize
 };
 
 /// `1,2,4-8,64`. Throws `Error(invalid_argument)`.
@@ -79,6 +91,7 @@ void add_tokens_option(CLI::App& app, Arguments& arguments, const std::string& f
 void add_tail_option(CLI::App& app, Arguments& arguments, TailChoice::Kind fallback);
 void add_context_options(CLI::App& app, Arguments& arguments);
 void add_tensor_options(CLI::App& app, Arguments& arguments, bool with_inputs);
+void add_bench_options(CLI::App& app, Arguments& arguments);
 void add_repeats_option(CLI::App& app, Arguments& arguments);
 void add_output_options(CLI::App& app, Arguments& arguments);
 

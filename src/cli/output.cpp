@@ -72,14 +72,20 @@ void Output::write(std::string_view text) {
 }
 
 Progress::Progress(const Arguments& arguments, bool speaks)
-    : shown_(speaks && !arguments.quiet && ::isatty(STDERR_FILENO) != 0) {}
+    : shown_(speaks && (arguments.progress || (!arguments.quiet && ::isatty(STDERR_FILENO) != 0))),
+      as_lines_(arguments.progress) {}
 
 Progress::~Progress() {
-    if (shown_) show("");
+    if (shown_) show(as_lines_ ? "done" : "");
 }
 
-void Progress::show(const std::string& text) {
-    std::fprintf(stderr, "\r\x1b[K%s", text.c_str());
+void Progress::show(const std::string& text) const {
+    if (as_lines_) {
+        const std::chrono::duration<double> since = std::chrono::steady_clock::now() - begin_;
+        std::fprintf(stderr, "[%6.1f s] %s\n", since.count(), text.c_str());
+    } else {
+        std::fprintf(stderr, "\r\x1b[K%s", text.c_str());
+    }
     std::fflush(stderr);
 }
 

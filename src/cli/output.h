@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <chrono>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -52,7 +53,8 @@ private:
     std::optional<io::OutputFile> json_file_;
 };
 
-/// One line on standard error that says how far long work is, where that is a terminal.
+/// Says on standard error how far long work is: one line that changes, where that is a terminal, or with `--progress` a
+/// line each with the seconds since the start.
 class Progress {
 public:
     Progress(const Arguments& arguments, bool speaks);
@@ -66,9 +68,11 @@ public:
     }
 
 private:
-    static void show(const std::string& text);
+    void show(const std::string& text) const;
 
     bool shown_;
+    bool as_lines_;
+    std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
 };
 
 /// "51.4 MB"

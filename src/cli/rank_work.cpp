@@ -4,24 +4,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <utility>
 
 #include "context/backends.h"
 #include "core/digest.h"
 
 namespace latent_moe::cli {
-namespace {
-
-Timing summary_of(std::vector<double> us) {
-    std::sort(us.begin(), us.end());
-    const auto quantile = [&](double part) {
-        return us[static_cast<std::size_t>(part * static_cast<double>(us.size() - 1) + 0.5)];
-    };
-    return {quantile(0.5), quantile(0.1), quantile(0.9), static_cast<int>(us.size())};
-}
-
-}  // namespace
-
 Context make_context(Problem& problem, const Bootstrap& bootstrap, const std::vector<std::int64_t>& layers) {
     Context context = Context::create(problem.shape, bootstrap, problem.options);
     agreed(bootstrap, "adding layers", [&] {
@@ -51,16 +40,16 @@ void throw_none_can_run(const TailChoice& choice, const Refusal* first_refusal) 
     throw Error(StatusCode::unsupported, fmt::format("no tail can run for any of the --tokens; {}{}", which, reason));
 }
 
-DeviceTensor::DeviceTensor(Device& device, std::int64_t rows, std::int64_t columns, Dtype dtype)
-    : memory_(nullptr, DeviceRelease{&device}), rows_(rows), columns_(columns), dtype_(dtype) {
+DeviceTensor::DeviceTensor(Memory& memory, std::int64_t rows, std::int64_t columns, Dtype dtype)
+    : memory_(nullptr, DeviceRelease{&memory}), rows_(rows), columns_(columns), dtype_(dtype) {
     // Never empty: a tensor of no rows is still a tensor, with an address.
-    memory_.reset(static_cast<std::byte*>(device.allocate(std::max<std::size_t>(bytes(), 64))));
+    memory_.reset(static_cast<std::byte*>(memory.allocate(std::max<std::size_t>(bytes(), 64))));
 }
 
-DeviceTensor::DeviceTensor(Device& device, const ConstMatrix& host) {
-    if (!host.present()) return;
-    *this = DeviceTensor(device, host.rows, host.columns, host.dtype);
-    device.upload(view().data, host.data, bytes());
+DeviceTensor::DeviceTensor(Memory& memory, const ConstMatrix& source) {
+    if (!source.present()) return;
+    *this = DeviceTensor(memory, source.rows, source.columns, source.dtype);
+    memory.upload(view().data, source.data, bytes());
 }
 
 std::unique_ptr<Device> make_device(const Problem& problem, const Bootstrap& bootstrap) {
@@ -76,12 +65,17 @@ std::unique_ptr<Device> make_device(const Problem& problem, const Bootstrap& boo
     return device;
 }
 
-RankInputs::RankInputs(Device& device, const CallInputs& inputs, int rank) {
+RankInputs::RankInputs(Memory& memory, const CallInputs& inputs, int rank) {
     const auto at = static_cast<std::size_t>(rank);
-    routed = DeviceTensor(device, inputs.routed[at].view());
-    if (!inputs.shared.empty()) shared = DeviceTensor(device, inputs.shared[at].view());
-    prefix = DeviceTensor(device, inputs.prefix.view());
+    routed = DeviceTensor(memory, inputs.routed[at].view());
+    if (!inputs.shared.empty()) shared = DeviceTensor(memory, inputs.shared[at].view());
+    prefix = DeviceTensor(memory, inputs.prefix.view());
 }
+
+RankInputs::RankInputs(Memory& memory, const RankInputs& others)
+    : routed(memory, ConstMatrix(others.routed.view())),
+      shared(memory, ConstMatrix(others.shared.view())),
+      prefix(memory, ConstMatrix(others.prefix.view())) {}
 
 TailInput RankInputs::of(const Context& context, std::int64_t tokens) const noexcept {
     TailInput input{.routed = routed.view().data, .shared = shared.view().data, .tokens = tokens};
@@ -134,33 +128,98 @@ bool same_on_all_ranks(const Bootstrap& bootstrap, const ConstMatrix& matrix) {
     return std::all_of(digests.begin(), digests.end(), [&](std::uint64_t digest) { return digest == digests.front(); });
 }
 
-std::vector<Timing> time_side_by_side(const Bootstrap& bootstrap, Device& device, std::optional<int> repeats,
-                                      const std::vector<Turns>& contestants) {
-    std::vector<std::vector<std::unique_ptr<Recording>>> recordings(contestants.size());
+Timing summary_of(std::vector<double> us) {
+    std::sort(us.begin(), us.end());
+    const auto quantile = [&](double part) {
+        return us[static_cast<std::size_t>(part * static_cast<double>(us.size() - 1) + 0.5)];
+    };
+    return {quantile(0.5), quantile(0.1), quantile(0.9), static_cast<int>(us.size())};
+}
+
+namespace {
+
+/// A contestant's turns, recorded: all in one where they are short, else one each.
+struct Recorded {
+    std::vector<std::unique_ptr<Recording>> recordings;
+    int turns_in_each = 1;
+};
+
+/// Collective: runs `time` on every rank; the slowest counts. A rank that fails makes all fail, each in its own words.
+double slowest_us(const Bootstrap& bootstrap, const std::function<double()>& time) {
+    gathered(bootstrap, 0);  // all start together
+    double us = -1;
+    std::exception_ptr failure;
+    try {
+        us = time();
+    } catch (const Error&) {
+        failure = std::current_exception();
+    }
+    const std::vector<double> all = gathered(bootstrap, us);
+    if (failure) std::rethrow_exception(failure);
+    const auto least = std::min_element(all.begin(), all.end());
+    if (*least < 0) {
+        throw Error(StatusCode::aborted,
+                    fmt::format("rank {} failed while it was timed", static_cast<int>(least - all.begin())));
+    }
+    return *std::max_element(all.begin(), all.end());
+}
+
+}  // namespace
+
+std::vector<std::vector<double>> time_side_by_side(const Bootstrap& bootstrap, Device& device, const HowToTime& how,
+                                                   const std::vector<Turns>& contestants) {
+    constexpr double long_enough_us = 300;  // for the launch of a recording not to show
+    constexpr int most_copies = 16;
+    constexpr double enough_us = 250e3;
+    const auto check = [&] {
+        if (how.check) how.check();
+    };
+
+    std::vector<Recorded> recorded(contestants.size());
+    double longest = 1;
     for (std::size_t which = 0; which < contestants.size(); ++which) {
-        for (const std::function<void()>& call : contestants[which]) {
-            call();
+        const Turns& turns = contestants[which];
+        if (how.begin) how.begin(static_cast<int>(which));
+        Recorded& made = recorded[which];
+        double turn_us = slowest_us(bootstrap, [&] {
+            for (const std::function<void()>& turn : turns) turn();  // not recorded: what is set up once is set up now
             device.synchronize();
-            recordings[which].push_back(device.record(call));
+            check();
+            made.recordings.push_back(device.record(turns.front()));
+            return device.time_us(*made.recordings.front());
+        });
+        const int count = static_cast<int>(turns.size());
+        if (how.turns_in_one && turn_us * count < long_enough_us * 4) {
+            const int copies = std::clamp(static_cast<int>(long_enough_us / (turn_us * count)), 1, most_copies);
+            made.turns_in_each = count * copies;
+            made.recordings.clear();
+            made.recordings.push_back(device.record([turns, copies] {
+                for (int copy = 0; copy < copies; ++copy) {
+                    for (const std::function<void()>& turn : turns) turn();
+                }
+            }));
+        } else {
+            for (std::size_t turn = 1; turn < turns.size(); ++turn) made.recordings.push_back(device.record(turns[turn]));
+        }
+        longest = std::max(longest, turn_us * made.turns_in_each);
+    }
+
+    const int repeats = how.repeats.value_or(static_cast<int>(std::clamp(enough_us / longest, 5.0, 100.0)));
+    std::vector<std::vector<double>> us(contestants.size());
+    for (int repetition = 0; repetition < repeats; ++repetition) {
+        for (std::size_t which = 0; which < contestants.size(); ++which) {
+            Recorded& made = recorded[which];
+            Recording& recording = *made.recordings[static_cast<std::size_t>(repetition) % made.recordings.size()];
+            us[which].push_back(slowest_us(bootstrap,
+                                           [&] {
+                                               const double measured = device.time_us(recording);
+                                               check();
+                                               return measured;
+                                           }) /
+                                made.turns_in_each);
         }
     }
-    const auto slowest_us = [&](std::size_t which, int repetition) {
-        Recording& recording = *recordings[which][static_cast<std::size_t>(repetition) % recordings[which].size()];
-        gathered(bootstrap, 0);  // all start together
-        const std::vector<double> all = gathered(bootstrap, device.time_us([&] { recording.replay(); }));
-        return *std::max_element(all.begin(), all.end());
-    };
-    constexpr double enough_us = 1e6;
-    double longest = 1;
-    for (std::size_t which = 0; which < contestants.size(); ++which) longest = std::max(longest, slowest_us(which, 0));
-    const int count = repeats.value_or(static_cast<int>(std::clamp(enough_us / longest, 5.0, 200.0)));
-    std::vector<std::vector<double>> us(contestants.size());
-    for (int repetition = 0; repetition < count; ++repetition) {
-        for (std::size_t which = 0; which < contestants.size(); ++which) us[which].push_back(slowest_us(which, repetition));
-    }
-    std::vector<Timing> timings;
-    for (std::vector<double>& each : us) timings.push_back(summary_of(std::move(each)));
-    return timings;
+    return us;
 }
 
 std::string shape_text(const Shape& shape) {

@@ -25,17 +25,17 @@ std::optional<std::string> refusal_of(const Plan& plan, Tail tail);
 [[noreturn]] void throw_none_can_run(const TailChoice& choice, const Refusal* first_refusal);
 
 struct DeviceRelease {
-    Device* device = nullptr;
-    void operator()(std::byte* memory) const noexcept { device->release(memory); }
+    Memory* owner = nullptr;
+    void operator()(std::byte* memory) const noexcept { owner->release(memory); }
 };
 
 /// Rows in the memory of a rank's device.
 class DeviceTensor {
 public:
     DeviceTensor() = default;
-    DeviceTensor(Device& device, std::int64_t rows, std::int64_t columns, Dtype dtype);
-    /// A copy of host rows, which are contiguous; empty if they are absent.
-    DeviceTensor(Device& device, const ConstMatrix& host);
+    DeviceTensor(Memory& memory, std::int64_t rows, std::int64_t columns, Dtype dtype);
+    /// A copy of contiguous rows of the host's or of this memory; empty if they are absent.
+    DeviceTensor(Memory& memory, const ConstMatrix& source);
 
     Matrix view() const noexcept { return {memory_.get(), rows_, columns_, columns_, dtype_}; }
     std::size_t bytes() const noexcept { return static_cast<std::size_t>(rows_ * columns_) * bytes_of(dtype_); }
@@ -56,7 +56,9 @@ struct RankInputs {
     DeviceTensor shared;
     DeviceTensor prefix;
 
-    RankInputs(Device& device, const CallInputs& inputs, int rank);
+    RankInputs(Memory& memory, const CallInputs& inputs, int rank);
+    /// A copy of others, in the same kind of memory or in another of the same device.
+    RankInputs(Memory& memory, const RankInputs& others);
     /// What a call of the first `tokens` tokens gets; of the prefix only the rows that the rank wants.
     TailInput of(const Context& context, std::int64_t tokens) const noexcept;
     std::size_t bytes() const noexcept { return routed.bytes() + shared.bytes() + prefix.bytes(); }
@@ -94,19 +96,28 @@ struct Timing {
     int repeats = 0;
 };
 
-/// Work that is timed: calls that enqueue it and that take turns from one repetition to the next.
+/// The median of all and what spreads around it.
+Timing summary_of(std::vector<double> us);
+
+/// Work that is timed: calls that enqueue it and that take turns.
 using Turns = std::vector<std::function<void()>>;
 
-/// Collective: times the contestants side by side, one after another in each repetition, until each has had about a second
-/// or `repeats` repetitions, after runs that do not count. Ranks start together; the slowest counts. What the calls refer to
-/// must outlive this.
-std::vector<Timing> time_side_by_side(const Bootstrap& bootstrap, Device& device, std::optional<int> repeats,
-                                      const std::vector<Turns>& contestants);
+struct HowToTime {
+    std::optional<int> repeats;      ///< else as many as fit in a quarter of a second a contestant, 5 to 100
+    bool turns_in_one = true;        ///< short turns follow each other in one recording, so that its launch does not show
+    std::function<void()> check;     ///< throws if what ran since the last time went wrong
+    std::function<void(int)> begin;  ///< told which contestant is next to be prepared
+};
+
+/// Collective: microseconds of one turn, by contestant and repetition. The contestants run side by side, one after another
+/// in each repetition. Ranks start together; the slowest counts. What the calls refer to must outlive this.
+std::vector<std::vector<double>> time_side_by_side(const Bootstrap& bootstrap, Device& device, const HowToTime& how,
+                                                   const std::vector<Turns>& contestants);
 
 /// The same for one.
 inline Timing time_call(const Bootstrap& bootstrap, Device& device, std::optional<int> repeats,
                         const std::function<void()>& call) {
-    return time_side_by_side(bootstrap, device, repeats, {{call}}).front();
+    return summary_of(time_side_by_side(bootstrap, device, {.repeats = repeats}, {{call}}).front());
 }
 
 /// For people: "hidden 7168, latent 3584, norm rms (eps 1e-05), bf16"

@@ -64,6 +64,8 @@ public:
     /// `shape` is that of the layers that will be loaded.
     WeightSource(const Shape& shape, std::filesystem::path path, io::Checkpoint checkpoint);
 
+    /// Whether layers are drawn, not read. Drawn ones have as many rows as are asked for.
+    bool is_drawn() const noexcept { return !checkpoint_; }
     /// `rows`: which rows of W_up.
     LayerWeights load(std::int64_t layer, TokenRange rows);
     LayerWeights load_whole(std::int64_t layer) { return load(layer, {0, shape_.hidden}); }

@@ -10,6 +10,8 @@
 #include "latent_moe/shape.h"
 #include "tails/backend.h"
 #include "tails/device.h"
+#include "tails/external.h"
+#include "tails/kernel_trace.h"
 
 namespace latent_moe {
 
@@ -23,6 +25,13 @@ struct BackendEntry {
     std::vector<std::string> (*describe)();
     /// The device of one rank, as `make` chooses it; for callers that need memory and streams of the backend's own.
     std::unique_ptr<Device> (*make_device)(const Bootstrap& bootstrap, const Options& options) = nullptr;
+    /// Collective: outside peers of the tails, whose memory comes from `device`; null where there are none.
+    std::unique_ptr<ExternalTails> (*make_external_tails)(const Shape& shape, const Bootstrap& bootstrap,
+                                                          const Options& options, Device& device) = nullptr;
+    /// Why kernels cannot be traced here; empty if they can.
+    std::string (*why_no_trace)() = nullptr;
+    /// Begins to trace this process's kernels. Throws `unavailable` naming what is missing.
+    std::unique_ptr<KernelTrace> (*trace_kernels)() = nullptr;
 };
 
 /// In order of preference: "auto" takes the first that is available.

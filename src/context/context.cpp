@@ -14,6 +14,7 @@
 #include "comm/transport.h"
 #include "context/backends.h"
 #include "context/call_checks.h"
+#include "context/context_access.h"
 #include "core/agreement.h"
 #include "core/partition.h"
 #include "core/planner.h"
@@ -282,6 +283,10 @@ Layer Context::layer(std::size_t index) const {
                     fmt::format("layer index is {}, expected below {}", index, state_->layers.size()));
     }
     return {state_, index};
+}
+
+Capabilities ContextAccess::capabilities(const Context& context) {
+    return context.state_->backend->capabilities();
 }
 
 Plan Context::plan(std::int64_t tokens) const {

@@ -77,9 +77,12 @@ double expected_us(const Work& work, const Machine& machine) noexcept {
 }
 
 double floor_us(int world, const Work& work, const Machine& machine) noexcept {
-    const double busy = std::max({work.weight_bytes / machine.memory_bytes_per_us, work.flops / machine.flops_per_us,
-                                  work.wire_bytes / machine.wire_bytes_per_us});
-    return busy + (world > 1 ? machine.hop_us : 0) + machine.launch_us;
+    const auto best = [](double limit, double usual) { return limit > 0 ? limit : usual; };
+    const Machine::Best& limits = machine.best;
+    const double busy = std::max({work.weight_bytes / machine.memory_bytes_per_us,
+                                  work.flops / best(limits.flops_per_us, machine.flops_per_us),
+                                  work.wire_bytes / best(limits.wire_bytes_per_us, machine.wire_bytes_per_us)});
+    return busy + (world > 1 ? best(limits.hop_us, machine.hop_us) : 0) + best(limits.launch_us, machine.launch_us);
 }
 
 }  // namespace latent_moe

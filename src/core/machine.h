@@ -14,6 +14,14 @@ struct Machine {
     double hop_us = 0;               ///< from a store on one rank until another has seen it
     double launch_us = 0;            ///< one operation of the backend
     double collective_us = 0;        ///< one library collective of no bytes, beyond its launch and hops
+
+    /// What no program on such a machine has been seen to beat, for floors; where zero the value above is taken.
+    struct Best {
+        double flops_per_us = 0;
+        double wire_bytes_per_us = 0;
+        double hop_us = 0;
+        double launch_us = 0;
+    } best;
 };
 
 }  // namespace latent_moe

@@ -41,12 +41,9 @@ public:
     std::unique_ptr<Recording> record(std::function<void()> body) override {
         return std::make_unique<CpuRecording>(std::move(body));
     }
-    void produce(std::span<const FreshInput> inputs) override {
-        for (const FreshInput& input : inputs) copy(input.to, input.from, input.bytes);
-    }
-    double time_us(FunctionRef<void()> body) override {
+    double time_us(Recording& recording) override {
         const auto begin = std::chrono::steady_clock::now();
-        body();
+        recording.replay();
         return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count();
     }
 

@@ -11,9 +11,11 @@
 
 #include "core/partition.h"
 #include "gpu/collective_setup.h"
+#include "gpu/external_tails.h"
 #include "gpu/fault_records.h"
 #include "gpu/fused_part.h"
 #include "gpu/gpu_device.h"
+#include "gpu/kernel_tracer.h"
 #include "gpu/kernels/kernels.h"
 #include "gpu/lane.h"
 #include "gpu/machine.h"
@@ -90,6 +92,7 @@ public:
                 .concurrent_lanes_reason = fmt::format("two collectives at once need a peer window: {}", window_missing_),
                 .fused = fused_.has_value() && fused_->missing().empty(),
                 .fused_reason = fused_.has_value() ? fused_->missing() : "there is one rank",
+                .dependent_launch = !topology_.shares_devices(),
                 .row_alignment = 16,
                 .whole_weights = keeps_whole()};
     }
@@ -471,7 +474,14 @@ std::unique_ptr<Backend> make_gpu_backend(const Shape& shape, const Bootstrap& b
 }  // namespace
 
 BackendEntry gpu_backend_entry() {
-    return {"cuda", &gpu::why_unavailable, &make_gpu_backend, &gpu::describe_machine, &gpu::make_gpu_device};
+    return {.name = "cuda",
+            .unavailable = &gpu::why_unavailable,
+            .make = &make_gpu_backend,
+            .describe = &gpu::describe_machine,
+            .make_device = &gpu::make_gpu_device,
+            .make_external_tails = &gpu::make_external_tails,
+            .why_no_trace = &gpu::why_no_trace,
+            .trace_kernels = &gpu::trace_kernels};
 }
 
 }  // namespace latent_moe

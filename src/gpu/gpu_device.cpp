@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <array>
 #include <utility>
 
 #include "gpu/kernels/producer.h"
@@ -62,6 +61,8 @@ public:
         begin_ = make_event(true);
         end_ = make_event(true);
         check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
+        check(cudaDeviceGetAttribute(&clock_khz_, cudaDevAttrClockRate, device_), "cudaDeviceGetAttribute");
+        check(prepare_producers(), "cudaFuncSetAttribute");
     }
 
     void* allocate(std::size_t bytes) override {
@@ -84,22 +85,28 @@ public:
         return std::make_unique<GpuRecording>(device_, stream_.get(), body);
     }
 
-    void produce(std::span<const FreshInput> inputs) override {
+    bool has_producers() const noexcept override { return true; }
+    void produce(Producer how, std::span<const FreshInput> inputs) override {
         if (inputs.size() > most_produced) {
             throw Error(StatusCode::unsupported,
                         fmt::format("{} inputs to produce, expected at most {}", inputs.size(), most_produced));
         }
-        std::array<Produced, most_produced> pieces{};
-        for (std::size_t i = 0; i < inputs.size(); ++i) pieces[i] = {inputs[i].to, inputs[i].from, inputs[i].bytes};
+        const float busy_us = how == Producer::cooperating ? 6.0F : 2.0F;
+        Produce op{.count = static_cast<int>(inputs.size()),
+                   .triggers_early = how != Producer::late,
+                   .leaves_room = how == Producer::cooperating,
+                   .least_clocks = static_cast<int>(busy_us * static_cast<float>(clock_khz_) / 1000),
+                   .multiprocessors = multiprocessors_};
+        for (std::size_t i = 0; i < inputs.size(); ++i) op.pieces[i] = {inputs[i].to, inputs[i].from, inputs[i].bytes};
         const CurrentDevice current(device_);
-        check(gpu::produce(pieces.data(), static_cast<int>(inputs.size()), multiprocessors_, stream_.get()),
-              "producer kernel");
+        check(gpu::produce(op, stream_.get()), "producer kernel");
     }
 
-    double time_us(FunctionRef<void()> body) override {
+    double time_us(Recording& recording) override {
         const CurrentDevice current(device_);
+        recording.replay();
         check(cudaEventRecord(begin_.get(), stream_.get()), "cudaEventRecord");
-        body();
+        recording.replay();
         check(cudaEventRecord(end_.get(), stream_.get()), "cudaEventRecord");
         check(cudaEventSynchronize(end_.get()), "work on the GPU");
         float ms = 0;
@@ -116,6 +123,7 @@ private:
 
     int device_;
     int multiprocessors_ = 0;
+    int clock_khz_ = 0;
     gpu::Stream stream_;
     Event begin_;
     Event end_;

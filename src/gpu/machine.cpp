@@ -126,7 +126,11 @@ Machine cost_constants(int device, int sharing) {
         .wire_bytes_per_us = 220e3 * share,
         .hop_us = 1.0,
         .launch_us = 1.5,
-        .collective_us = 1.0};
+        .collective_us = 1.0,
+        .best = {.flops_per_us = 790e6 * multiprocessors * share,
+                 .wire_bytes_per_us = 369e3 * share,
+                 .hop_us = 0.67,
+                 .launch_us = 0.51}};
 }
 
 }  // namespace latent_moe::gpu

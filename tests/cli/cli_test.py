@@ -129,6 +129,11 @@ class Usage(Case):
         self.refuse(2, ["run takes one"], "run", *SMALL, "--tail", "all")
         self.refuse(2, ["one number"], "run", *SMALL, "--tokens", "1,2")
         self.refuse(2, ["--limit"], "explain", *SMALL, "--limit", "fused")
+        self.refuse(2, ["--input-state is 'raw,warm'", "'warm'"], "bench", *SMALL, "--input-state", "raw,warm")
+        self.refuse(2, ["--dependent-launch is 'maybe'", "on, off or both"], "bench", *SMALL, "--dependent-launch", "maybe")
+        self.refuse(2, ["--tpot-ms", "'fast'"], "bench", *SMALL, "--step", "--tpot-ms", "fast")
+        self.refuse(2, ["--tpot-ms", "--step"], "bench", *SMALL, "--tpot-ms", "20")
+        self.refuse(2, ["--tpot-ms has 3 numbers", "1 or 2"], "bench", *SMALL, "--step", "--tokens", "1,2", "--tpot-ms", "1,2,3")
 
     def test_ranks(self):
         self.refuse(2, ["--tp is 0", "1 to 16"], "run", *SMALL, "--tp", 0)
@@ -151,6 +156,8 @@ class Usage(Case):
     def test_what_the_machine_cannot_do(self):
         self.refuse(3, ["not built yet"], "tune")
         self.refuse(3, ["GB"], "run", "--hidden", 1048576, "--latent", 1048576)
+        self.refuse(2, ["--input-state", "cpu"], "bench", *SMALL, "--backend", "cpu", "--input-state", "all")
+        self.refuse(3, ["--trace", "cpu"], "bench", *SMALL, "--backend", "cpu", "--trace", self.path("trace.json"))
         information = self.result("info")
         here = [backend["name"] for backend in information["backends"] if backend["available"]]
         for backend in {"cuda", "hip"} - set(here):
@@ -353,13 +360,27 @@ class Results(Case):
         self.assertEqual({row["tail"] for row in bench["rows"]}, {*TAILS[:4], "onednn-product"})
         for row in bench["rows"]:
             self.assertEqual(set(row), {"tail", "backend", "tp", "tokens", "layers", "median_us", "p10_us", "p90_us", "repeats",
-                                        "hbm_bytes", "wire_bytes", "floor_us", "ratio_to_floor"})
+                                        "hbm_bytes", "wire_bytes", "floor_us", "ratio_to_floor", "inputs", "dependent_launch", "external"})
+            self.assertEqual((row["inputs"], row["dependent_launch"], row["external"]), ("raw", False, False))
             self.assertLessEqual(row["p10_us"], row["median_us"])
             self.assertLessEqual(row["median_us"], row["p90_us"])
             self.assertGreater(row["floor_us"], 0)
+        without = self.result("bench", *SMALL, "--tokens", 4, "--layers", 2, "--repeats", 1, "--threads", 1, "--no-external")["rows"]
+        self.assertNotIn("onednn-product", {row["tail"] for row in without})
         checkpoint = self.make_checkpoint()
         rows = self.result("bench", "--weights", checkpoint, "--tokens", 2, "--repeats", 1, "--tail", "column_parallel", "--threads", 1)["rows"]
         self.assertEqual(rows[0]["layers"], 3)
+
+    def test_bench_of_a_step(self):
+        step = self.result("bench", *SMALL, "--step", "--tokens", "1,2", "--repeats", 1, "--threads", 1, "--tail", "column_parallel",
+                           "--tpot-ms", "20,30.5")
+        self.assertEqual({row["layers"] for row in step["rows"] if row["tail"] == "column_parallel"}, {92})
+        self.assertEqual(step["step"], {"layers": 92, "gains": []})  # no external tail on a CPU
+
+    def test_progress_of_bench(self):
+        done = self.call("bench", *SMALL, "--tokens", 4, "--layers", 2, "--repeats", 1, "--threads", 1, "--progress", "--quiet")
+        self.assertEqual((done.returncode, done.stdout), (0, ""))
+        self.assertRegex(done.stderr, r"\[ *[0-9.]+ s\] adding 2 layers\n(.*\n)*\[ *[0-9.]+ s\] done\n$")
 
     def test_explain(self):
         explain = self.result("explain", *SMALL, "--tp", 4, "--tokens", "1,8", "--limit", "column_parallel=4", "--keep-whole-weights")

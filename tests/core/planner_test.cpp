@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "core/cost_model.h"
 #include "latent_moe/status.h"
 
 namespace latent_moe {
@@ -27,6 +28,27 @@ Capabilities capable() {
 
 std::string reason(const Planner& planner, Tail tail, std::int64_t tokens) {
     return planner.refusal(tail, tokens);
+}
+
+TEST(Floor, IsTheDesignsForTheFusedTail) {
+    const auto floor = [](std::int64_t tokens) {
+        return floor_us(2, work_of(Tail::fused, k3, 2, tokens, SharedState::partial, 2), capable().machine);
+    };
+    EXPECT_NEAR(floor(1), 6.9, 0.05);
+    EXPECT_NEAR(floor(128), 8.6, 0.1);
+    EXPECT_NEAR(floor(4096), 239.9, 0.5);  // the columns' bytes; with those of token_parallel it is 199.6
+}
+
+TEST(Floor, TakesWhatIsBestWhereTheMachineKnowsIt) {
+    Machine machine = capable().machine;
+    const Work work = work_of(Tail::fused, k3, 2, 1024, SharedState::partial, 2);
+    const double usual = floor_us(2, work, machine);
+    machine.best = {.flops_per_us = 2 * machine.flops_per_us,
+                    .wire_bytes_per_us = 2 * machine.wire_bytes_per_us,
+                    .hop_us = machine.hop_us / 2,
+                    .launch_us = machine.launch_us / 2};
+    EXPECT_NEAR(floor_us(2, work, machine), usual / 2, 1e-9);
+    EXPECT_EQ(expected_us(work, machine), expected_us(work, capable().machine));  // a plan goes by what is usual
 }
 
 TEST(Plan, RefusesWithOneReasonForEveryGate) {

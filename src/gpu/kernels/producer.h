@@ -1,4 +1,4 @@
-// Stands for the kernel before a tail: fills the whole device and writes the tail's inputs.
+// Stands for the kernel before a tail: keeps the whole device busy for a while, then writes the tail's inputs.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,20 @@ struct Produced {
 };
 inline constexpr int most_produced = 8;
 
-/// Copies up to `most_produced` pieces with as many threads as the device holds. `to` and `from` begin at multiples of 16.
-cudaError_t produce(const Produced* pieces, int count, int multiprocessors, cudaStream_t stream);
+/// Copies `count` pieces. `to` and `from` begin at multiples of 16.
+struct Produce {
+    Produced pieces[most_produced] = {};
+    int count = 0;
+    bool triggers_early = false;  ///< lets a dependent launch begin at once; else it begins when this kernel has ended
+    /// A small CTA a multiprocessor, with the split of L1 and shared memory that a kernel of much shared memory needs, so
+    /// that such a kernel's CTAs find room beside it. Otherwise every thread that the device has.
+    bool leaves_room = false;
+    int least_clocks = 0;  ///< a CTA is busy for at least so long before it writes
+    int multiprocessors = 0;
+};
+cudaError_t produce(const Produce& op, cudaStream_t stream);
+
+/// Once per device, before the first.
+cudaError_t prepare_producers();
 
 }  // namespace latent_moe::gpu

@@ -7,7 +7,10 @@ namespace latent_moe::gpu {
 
 Library::Library(const char* soname) : soname_(soname) {
     handle_ = dlopen(soname, RTLD_NOW | RTLD_LOCAL);
-    if (handle_ == nullptr) handle_ = dlopen(fmt::format("/usr/local/cuda/lib64/{}", soname).c_str(), RTLD_NOW | RTLD_LOCAL);
+    for (const char* folder : {"lib64", "extras/CUPTI/lib64"}) {
+        if (handle_ != nullptr) return;
+        handle_ = dlopen(fmt::format("/usr/local/cuda/{}/{}", folder, soname).c_str(), RTLD_NOW | RTLD_LOCAL);
+    }
     if (handle_ == nullptr)
         missing_ = fmt::format("{} not found (not in the linker's path, nor in /usr/local/cuda/lib64)", soname);
 }
