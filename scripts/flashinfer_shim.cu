@@ -1,8 +1,9 @@
-// FlashInfer's fused all-reduce + RMSNorm behind a plain C function, for scripts/bench-external. Only FlashInfer's headers are
-// needed (from its wheel, unpacked), neither its Python package nor its just-in-time compiler:
+// FlashInfer's fused all-reduce + RMSNorm behind a plain C function, for scripts/bench-external. Only FlashInfer's headers
+// are needed (from its wheel, unpacked), neither its Python package nor its just-in-time compiler:
 //
 //     nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -shared -Xcompiler -fPIC -cudart shared
-//         --expt-relaxed-constexpr -I WHEEL/flashinfer/data/include -I WHEEL/flashinfer/data/spdlog/include scripts/flashinfer_shim.cu -o libflashinfer_shim.so
+//         --expt-relaxed-constexpr -I WHEEL/flashinfer/data/include -I WHEEL/flashinfer/data/spdlog/include
+//         scripts/flashinfer_shim.cu -o libflashinfer_shim.so
 #include <flashinfer/comm/trtllm_allreduce_fusion.cuh>
 
 namespace fusion = flashinfer::trtllm_allreduce_fusion;

@@ -72,12 +72,12 @@ void BenchResult::refuse(const std::string& tail, const std::string& reason) {
 std::vector<StepGain> step_gains(const std::vector<BenchRow>& rows, const std::vector<std::int64_t>& tokens,
                                  const std::vector<double>& tpot_ms) {
     std::vector<StepGain> gains;
-    const bool fresh = std::any_of(rows.begin(), rows.end(),
-                                   [](const BenchRow& row) { return row.inputs == InputState::fresh_late; });
+    const bool fresh =
+        std::any_of(rows.begin(), rows.end(), [](const BenchRow& row) { return row.inputs == InputState::fresh_late; });
     const InputState inputs = fresh ? InputState::fresh_late : InputState::raw;
     for (std::size_t at = 0; at < tokens.size(); ++at) {
-        const BenchRow* ours = fastest(rows, tokens[at], inputs,
-                                       [](const BenchRow& row) { return !row.external && row.tail != product_row; });
+        const BenchRow* ours =
+            fastest(rows, tokens[at], inputs, [](const BenchRow& row) { return !row.external && row.tail != product_row; });
         if (ours == nullptr) continue;
         for (const BenchRow& row : rows) {
             if (!row.external || row.tokens != tokens[at] || row.inputs != inputs) continue;
@@ -122,9 +122,9 @@ void print_bench(Output& output, const Arguments& arguments, const Problem& prob
     }
     for (const TracedTail& traced : result.traced) {
         output.line("traced: {} at {} tokens: {:.2f} launches a tail{}", traced.tail, traced.tokens, traced.launches,
-                    traced.hidden_share ? fmt::format(", {:.1f}% of the all-reduces beside other kernels",
-                                                      *traced.hidden_share * 100)
-                                        : "");
+                    traced.hidden_share
+                        ? fmt::format(", {:.1f}% of the all-reduces beside other kernels", *traced.hidden_share * 100)
+                        : "");
     }
     for (const RefusedRow& refusal : result.refused) output.line("refused: {}: {}", refusal.tail, refusal.reason);
     const BenchMemory& memory = result.memory;
@@ -153,7 +153,12 @@ Json bench_json(const Arguments& arguments, const Problem& problem, const BenchR
                    {"flops_per_us", result.machine.flops_per_us},
                    {"wire_bytes_per_us", result.machine.wire_bytes_per_us},
                    {"hop_us", result.machine.hop_us},
-                   {"launch_us", result.machine.launch_us}}},
+                   {"launch_us", result.machine.launch_us},
+                   {"best",
+                    {{"flops_per_us", result.machine.best.flops_per_us},
+                     {"wire_bytes_per_us", result.machine.best.wire_bytes_per_us},
+                     {"hop_us", result.machine.best.hop_us},
+                     {"launch_us", result.machine.best.launch_us}}}}},
                  {"rows", Json::array()}};
     for (const BenchRow& row : result.rows) {
         Json each = {{"tail", row.tail},
@@ -184,9 +189,8 @@ Json bench_json(const Arguments& arguments, const Problem& problem, const BenchR
     if (arguments.step) {
         json["step"] = {{"layers", step_layers}, {"gains", Json::array()}};
         for (const StepGain& gain : step_gains(result.rows, problem.tokens, arguments.tpot_ms)) {
-            Json each = {{"tokens", gain.tokens},       {"tail", gain.tail},
-                         {"baseline", gain.baseline},   {"inputs", name(gain.inputs)},
-                         {"tail_us", gain.tail_us},     {"baseline_us", gain.baseline_us},
+            Json each = {{"tokens", gain.tokens},       {"tail", gain.tail},       {"baseline", gain.baseline},
+                         {"inputs", name(gain.inputs)}, {"tail_us", gain.tail_us}, {"baseline_us", gain.baseline_us},
                          {"saved_ms", gain.saved_ms}};
             if (gain.tpot_ms > 0) {
                 each["baseline_tpot_ms"] = gain.tpot_ms;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -9,6 +10,7 @@
 #include "cli/onednn_product.h"
 #include "context/backends.h"
 #include "context/context_access.h"
+#include "core/numeric.h"
 #include "cpu/cpu_backend.h"
 #include "latent_moe/status.h"
 
@@ -54,6 +56,30 @@ std::vector<Tail> tails_to_time(const Arguments& arguments, const Plan& plan, Be
         }
     }
     return tails;
+}
+
+Tensor downloaded(Device& device, const DeviceTensor& tensor, std::int64_t rows) {
+    Tensor host(rows, tensor.view().columns, tensor.view().dtype);
+    device.download(host.view().data, tensor.view().data, host.bytes());
+    return host;
+}
+
+/// ‖a − b‖ / ‖b‖; NaN if either holds one.
+double relative_l2(const ConstMatrix& a, const ConstMatrix& b) {
+    std::vector<float> x(static_cast<std::size_t>(a.columns));
+    std::vector<float> y(static_cast<std::size_t>(a.columns));
+    double difference = 0;
+    double norm = 0;
+    for (std::int64_t row = 0; row < a.rows; ++row) {
+        widen(a.row(row), a.dtype, x.data(), a.columns);
+        widen(b.row(row), b.dtype, y.data(), b.columns);
+        for (std::size_t at = 0; at < x.size(); ++at) {
+            const double apart = static_cast<double>(x[at]) - static_cast<double>(y[at]);
+            difference += apart * apart;
+            norm += static_cast<double>(y[at]) * static_cast<double>(y[at]);
+        }
+    }
+    return std::sqrt(difference / norm);
 }
 
 }  // namespace
@@ -160,8 +186,7 @@ void RankBench::enqueue_producer(InputState state, Buffers& buffers, int set, st
     std::size_t count = 0;
     const auto add = [&](const DeviceTensor& to, const DeviceTensor& source) {
         if (!source.view().present() || tokens == 0) return;
-        pieces[count++] = {to.view().data, source.view().data,
-                           static_cast<std::size_t>(tokens * source.view().row_bytes())};
+        pieces[count++] = {to.view().data, source.view().data, static_cast<std::size_t>(tokens * source.view().row_bytes())};
     };
     add(buffers.live->routed, from.routed);
     add(buffers.live->shared, from.shared);
@@ -238,9 +263,39 @@ std::vector<RankBench::Contestant> RankBench::contestants(std::int64_t tokens, B
     return all;
 }
 
-/// Each runs once first: one that cannot is refused, and the others go on.
+/// A peer that computes something else is no peer. Collective; throws on every rank alike.
+void RankBench::require_same_answer(ExternalTail& tail, std::int64_t tokens) {
+    constexpr double enough = 2e-2;  // bf16 in another order of roundings
+    const Plan plan = context_.plan(tokens);
+    double error = 0;
+    agreed(bootstrap_, tail.name().c_str(), [&] {
+        Buffers& theirs = others_.at(&tail.memory());
+        const RankInputs& inputs = own_.sets.front();
+        require(context_.layer(0).run(plan.candidates.front().tail, inputs.of(context_, tokens), own_.out.view().data,
+                                      device_->stream()));
+        device_->synchronize();
+        require_no_fault();
+        const auto copy = [&](const DeviceTensor& from, const DeviceTensor& to) {
+            if (from.view().present()) tail.memory().upload(to.view().data, from.view().data, from.bytes());
+        };
+        copy(inputs.routed, theirs.live->routed);
+        copy(inputs.shared, theirs.live->shared);  // which `tail` may overwrite
+        tail.run(0, theirs.live->of(context_, tokens), theirs.out.view().data, device_->stream());
+        device_->synchronize();
+        error = relative_l2(downloaded(*device_, theirs.out, tokens).view(), downloaded(*device_, own_.out, tokens).view());
+    });
+    const std::vector<double> errors = gathered(bootstrap_, error);
+    for (const double each : errors) {
+        if (each <= enough) continue;  // false for NaN
+        throw Error(StatusCode::internal,
+                    fmt::format("its output differs from {}'s by {:.1e} (relative L2), expected at most {:.0e}",
+                                name(plan.candidates.front().tail), each, enough));
+    }
+}
+
+/// One that cannot run or computes something else is refused, and the others go on.
 void RankBench::add_external(std::int64_t tokens, std::vector<Contestant>& all, BenchResult& result) {
-    if (!external_ || tokens == 0) return;
+    if (!external_ || tokens == 0) return;  // without tokens nobody else would do anything
     for (const ExternalTails::Refused& refused : external_->refused()) result.refuse(refused.name, refused.reason);
     progress_.say("{} tokens: choosing other libraries' algorithms", tokens);
     external_->prepare(tokens);
@@ -248,10 +303,7 @@ void RankBench::add_external(std::int64_t tokens, std::vector<Contestant>& all, 
         const Work work = work_of(tail->like(), problem_.shape, problem_.world, tokens, problem_.options.shared,
                                   capabilities_.weight_element_bytes);
         try {
-            agreed(bootstrap_, tail->name().c_str(), [&] {
-                passes_of(*tail, InputState::raw, tokens).front()();
-                device_->synchronize();
-            });
+            require_same_answer(*tail, tokens);
         } catch (const Error& error) {
             result.refuse(tail->name(), fmt::format("{} (at {} tokens)", error.what(), tokens));
             continue;
@@ -316,20 +368,21 @@ void RankBench::time(std::int64_t tokens, BenchResult& result) {
         told.layers = product->layers();
         told.floor_us = floor_us(1, work, capabilities_.machine);
         all.push_back({.row = std::move(told), .turns = {[&product] {
-                           for (int layer = 0; layer < product->layers(); ++layer) product->run(layer);
-                       }}});
+                                                   for (int layer = 0; layer < product->layers(); ++layer)
+                                                       product->run(layer);
+                                               }}});
         result.product_dtype = product->dtype();
     }
 
     std::vector<Turns> turns;
     for (const Contestant& each : all) turns.push_back(each.turns);
-    const std::vector<std::vector<double>> us = time_side_by_side(
-        bootstrap_, *device_,
-        {.repeats = arguments_.repeats,
-         .turns_in_one = !arguments_.step,
-         .check = [this] { require_no_fault(); },
-         .begin = [&](int which) { progress_.say("{} tokens: {} of {}", tokens, which + 1, all.size()); }},
-        turns);
+    const std::vector<std::vector<double>> us =
+        time_side_by_side(bootstrap_, *device_,
+                          {.repeats = arguments_.repeats,
+                           .turns_in_one = !arguments_.step,
+                           .check = [this] { require_no_fault(); },
+                           .begin = [&](int which) { progress_.say("{} tokens: {} of {}", tokens, which + 1, all.size()); }},
+                          turns);
     for (std::size_t at = 0; at < all.size(); ++at) {
         Contestant& each = all[at];
         if (each.row.tail.empty()) continue;  // a producer
@@ -349,12 +402,10 @@ void RankBench::time(std::int64_t tokens, BenchResult& result) {
 
 /// oneDNN's product of one rank's shard alone, over as many layers as fit.
 std::unique_ptr<OnednnProduct> RankBench::make_product(std::int64_t tokens) const {
-    if (context_.backend() != "cpu" || arguments_.no_external || tokens == 0 ||
-        problem_.shape.hidden % problem_.world != 0)
+    if (context_.backend() != "cpu" || arguments_.no_external || tokens == 0 || problem_.shape.hidden % problem_.world != 0)
         return nullptr;
     const std::int64_t columns = problem_.shape.hidden / problem_.world;
-    const double layer_bytes =
-        static_cast<double>(columns * problem_.shape.latent) * sizeof(float) * bootstrap_.local_world;
+    const double layer_bytes = static_cast<double>(columns * problem_.shape.latent) * sizeof(float) * bootstrap_.local_world;
     const int fitting = static_cast<int>(std::clamp(available_memory() * 0.6 / layer_bytes, 1.0, 1024.0));
     const int layers = gathered(bootstrap_, std::min(fitting, static_cast<int>(context_.layer_count()))).front();
     return std::make_unique<OnednnProduct>(tokens, problem_.shape.latent, columns, layers,
@@ -411,6 +462,22 @@ std::vector<KernelRun> gathered_kernels(const Bootstrap& bootstrap, const std::v
 
 }  // namespace
 
+namespace {
+
+/// Under a tracer the branches of a graph start some microseconds apart, which says nothing of the tail that is first.
+std::vector<KernelRun> without_first_tail(const std::vector<KernelRun>& all, std::size_t tails) {
+    std::map<int, std::vector<KernelRun>> devices;
+    for (const KernelRun& run : all) devices[run.device].push_back(run);
+    std::vector<KernelRun> rest;
+    for (auto& [device, runs] : devices) {
+        std::sort(runs.begin(), runs.end(), [](const KernelRun& a, const KernelRun& b) { return a.begin_us < b.begin_us; });
+        rest.insert(rest.end(), runs.begin() + static_cast<std::ptrdiff_t>(runs.size() / tails), runs.end());
+    }
+    return rest;
+}
+
+}  // namespace
+
 void RankBench::trace(BenchResult& result, std::vector<KernelRun>& kernels) {
     const bool traces = arguments_.processes || bootstrap_.rank == 0;  // one of each process
     std::unique_ptr<KernelTrace> trace;
@@ -439,7 +506,7 @@ void RankBench::trace(BenchResult& result, std::vector<KernelRun>& kernels) {
             const std::vector<KernelRun> all = gathered_kernels(bootstrap_, own);
             TracedTail traced{.tail = name(tail), .tokens = tokens};
             traced.launches = static_cast<double>(all.size()) / problem_.world / static_cast<double>(context_.layer_count());
-            if (tail == Tail::overlap) traced.hidden_share = hidden_share(all);
+            if (tail == Tail::overlap) traced.hidden_share = hidden_share(without_first_tail(all, context_.layer_count()));
             result.traced.push_back(traced);
             kernels.insert(kernels.end(), all.begin(), all.end());
         }

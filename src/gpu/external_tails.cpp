@@ -266,7 +266,8 @@ private:
         communicator_->after(stream);
     }
 
-    void run(Order order, const Kind& kind, const DeviceLayer& layer, const TailInput& input, Rows out, cudaStream_t stream) {
+    void run(Order order, const Kind& kind, const DeviceLayer& layer, const TailInput& input, Rows out,
+             cudaStream_t stream) {
         const CurrentDevice current(device_number_);
         const std::int64_t tokens = input.tokens;
         const std::int64_t latent = shape_.latent;

@@ -106,7 +106,8 @@ public:
         std::vector<KernelRun> taken;
         const std::lock_guard lock(mutex);
         taken.swap(collected);
-        std::sort(taken.begin(), taken.end(), [](const KernelRun& a, const KernelRun& b) { return a.begin_us < b.begin_us; });
+        std::sort(taken.begin(), taken.end(),
+                  [](const KernelRun& a, const KernelRun& b) { return a.begin_us < b.begin_us; });
         return taken;
     }
 };

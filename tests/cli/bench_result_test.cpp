@@ -6,9 +6,9 @@
 namespace latent_moe::cli {
 namespace {
 
-BenchRow row(const char* tail, std::int64_t tokens, double us, bool external = false,
-             InputState inputs = InputState::raw) {
-    BenchRow made{.tail = tail, .backend = external ? "other" : "cuda", .external = external, .inputs = inputs, .tokens = tokens};
+BenchRow row(const char* tail, std::int64_t tokens, double us, bool external = false, InputState inputs = InputState::raw) {
+    BenchRow made{
+        .tail = tail, .backend = external ? "other" : "cuda", .external = external, .inputs = inputs, .tokens = tokens};
     made.timing.median_us = us;
     made.floor_us = 5;
     return made;
@@ -26,10 +26,9 @@ TEST(StepGains, CompareTheFastestTailWithEveryExternalRow) {
 }
 
 TEST(StepGains, CompareRowsWithFreshInputsWhereThereAreAny) {
-    const std::vector<BenchRow> rows = {row("fused", 1, 8), row("external:a", 1, 30, true),
-                                        row("fused", 1, 9, false, InputState::fresh_late),
-                                        row("fused", 1, 6, false, InputState::cooperating),
-                                        row("external:a", 1, 29, true, InputState::fresh_late)};
+    const std::vector<BenchRow> rows = {
+        row("fused", 1, 8), row("external:a", 1, 30, true), row("fused", 1, 9, false, InputState::fresh_late),
+        row("fused", 1, 6, false, InputState::cooperating), row("external:a", 1, 29, true, InputState::fresh_late)};
     const std::vector<StepGain> gains = step_gains(rows, {1}, {});
     ASSERT_EQ(gains.size(), 1U);
     EXPECT_EQ(gains[0].inputs, InputState::fresh_late);
