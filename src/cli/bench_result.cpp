@@ -46,7 +46,7 @@ void print_step(Output& output, const std::vector<StepGain>& gains) {
     Table table({"<tail", "<instead of", "<inputs", "tokens", "us a layer", "instead of us", "saved ms a step", "TPOT ms",
                  "before", "tokens/s", "before", "%"});
     for (const StepGain& gain : gains) {
-        const bool known = gain.tpot_ms > 0;
+        const bool known = gain.has_tpot();
         const auto if_known = [&](double value) { return known ? fmt::format("{:.2f}", value) : std::string("-"); };
         const auto rate = [&](double tpot_ms) { return static_cast<double>(gain.tokens) * 1e3 / tpot_ms; };
         table.row({gain.tail, gain.baseline, name(gain.inputs), fmt::format("{}", gain.tokens), us_text(gain.tail_us),
@@ -192,7 +192,7 @@ Json bench_json(const Arguments& arguments, const Problem& problem, const BenchR
             Json each = {{"tokens", gain.tokens},       {"tail", gain.tail},       {"baseline", gain.baseline},
                          {"inputs", name(gain.inputs)}, {"tail_us", gain.tail_us}, {"baseline_us", gain.baseline_us},
                          {"saved_ms", gain.saved_ms}};
-            if (gain.tpot_ms > 0) {
+            if (gain.has_tpot()) {
                 each["baseline_tpot_ms"] = gain.tpot_ms;
                 each["tpot_ms"] = gain.candidate_tpot_ms();
             }

@@ -78,8 +78,10 @@ struct StepGain {
     double tail_us = 0;      ///< of one layer
     double baseline_us = 0;  ///< of one layer
     double saved_ms = 0;     ///< of a step
-    double tpot_ms = 0;      ///< with the baseline; 0 if it is not known
+    double tpot_ms = 0;      ///< with the baseline, as given; 0 if it is not known
     double candidate_tpot_ms() const noexcept { return tpot_ms - saved_ms; }
+    /// Whether that makes sense: a TPOT is known, and a step of it is longer than what is saved.
+    bool has_tpot() const noexcept { return candidate_tpot_ms() > 0; }
 };
 
 /// `tpot_ms`: none, one number, or one for each of `tokens`. Rows with fresh inputs are compared where there are any.

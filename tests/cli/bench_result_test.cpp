@@ -47,6 +47,14 @@ TEST(StepGains, TakeEachNumberOfTokensItsOwnTpot) {
     EXPECT_EQ(gains[1].tail, "fused");  // a product alone is no tail
 }
 
+TEST(StepGains, HaveNoTpotWhereAStepWouldTakeLessThanNothing) {
+    const std::vector<StepGain> gains = step_gains({row("fused", 1, 8), row("external:a", 1, 30, true)}, {1}, {2});
+    ASSERT_EQ(gains.size(), 1U);
+    EXPECT_FALSE(gains[0].has_tpot());
+    EXPECT_TRUE(step_gains({row("fused", 1, 8), row("external:a", 1, 30, true)}, {1}, {3})[0].has_tpot());
+    EXPECT_FALSE(step_gains({row("fused", 1, 8), row("external:a", 1, 30, true)}, {1}, {})[0].has_tpot());
+}
+
 TEST(BenchResult, NotesARefusalOnce) {
     BenchResult result;
     result.refuse("fused", "first");
