@@ -172,6 +172,7 @@ Json bench_json(const Arguments& arguments, const Problem& problem, const BenchR
                      {"median_us", row.timing.median_us},
                      {"p10_us", row.timing.p10_us},
                      {"p90_us", row.timing.p90_us},
+                     {"spread", (row.timing.p90_us - row.timing.p10_us) / row.timing.median_us},
                      {"repeats", row.timing.repeats},
                      {"hbm_bytes", row.work.weight_bytes + row.work.activation_bytes},
                      {"wire_bytes", row.work.wire_bytes},

@@ -360,7 +360,7 @@ class Results(Case):
         self.assertEqual({row["tail"] for row in bench["rows"]}, {*TAILS[:4], "onednn-product"})
         for row in bench["rows"]:
             self.assertEqual(set(row), {"tail", "backend", "tp", "tokens", "layers", "median_us", "p10_us", "p90_us", "repeats",
-                                        "hbm_bytes", "wire_bytes", "floor_us", "ratio_to_floor", "inputs", "dependent_launch", "external"})
+                                        "hbm_bytes", "wire_bytes", "floor_us", "ratio_to_floor", "inputs", "dependent_launch", "external", "spread"})
             self.assertEqual((row["inputs"], row["dependent_launch"], row["external"]), ("raw", False, False))
             self.assertLessEqual(row["p10_us"], row["median_us"])
             self.assertLessEqual(row["median_us"], row["p90_us"])
