@@ -39,10 +39,10 @@ struct TailInput {
     ConstRows prefix;  ///< [tokens, hidden]: added last, in the activation dtype; the same on every rank; may be null. For a
                        ///< sequence-parallel context this rank's own rows of it, like `out`
     std::int64_t tokens = 0;      ///< 0 is a call like any other: every rank must make it
-    bool consume_shared = false;  ///< `shared` may be overwritten, which saves a copy
+    bool consume_shared = false;  ///< `shared` may be overwritten (no tail needs that today)
 
-    // Dependent launch, on GPUs that have it; used by the `fused` tail, ignored elsewhere and where ranks share a GPU. Both
-    // give the caller's neighbouring kernels a duty.
+    // Dependent launch, on GPUs that have it; used by the tails `fused` and `column_parallel`, ignored elsewhere and where
+    // ranks share a GPU. Both give the caller's neighbouring kernels a duty.
     bool starts_early =
         false;  ///< The tail may start before the kernel in front of it on the stream has ended, to read weights. It
                 ///< waits for that kernel's end before it reads its inputs. Duty: that kernel writes no weights.

@@ -15,7 +15,7 @@ namespace latent_moe {
 enum class Tail : std::uint8_t {
     replicated,       ///< all-reduce latent, norm, whole W_up on every rank; all-reduce shared; add
     overlap,          ///< the same, with the shared all-reduce on a second stream under the projection
-    column_parallel,  ///< the rank's own rows of W_up accumulated into its column slice of shared; all-reduce gathers
+    column_parallel,  ///< the rank's own rows of W_up and the sum of its own columns of shared; an all-gather by columns
     token_parallel,   ///< reduce-scatter by tokens, norm and whole W_up on the rank's own tokens, all-gather
     late_reduce,      ///< no norm: project the partials with the whole W_up, add, one all-reduce
     fused,            ///< one kernel: exchange partials early, the rank's own columns, exchange columns late
