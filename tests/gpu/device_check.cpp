@@ -1,4 +1,5 @@
-// What `bench` relies on of a GPU's `Device`, on one GPU: producers write what they are told, recordings replay, a clock runs.
+// What `bench` relies on of a GPU's `Device`, on one GPU: producers write what they are told, recordings replay, a clock
+// runs.
 //
 //     device_check
 #include <cstdio>
@@ -56,7 +57,8 @@ void check_all() {
     report("device has producers", device->has_producers());
     for (const Producer how : {Producer::late, Producer::early, Producer::cooperating}) {
         bool right = true;
-        for (const std::size_t size : {std::size_t{0}, std::size_t{2}, std::size_t{16}, std::size_t{7170}, std::size_t{30'000'006}})
+        for (const std::size_t size :
+             {std::size_t{0}, std::size_t{2}, std::size_t{16}, std::size_t{7170}, std::size_t{30'000'006}})
             right &= produces(*device, how, size, 3 * size + 2);
         const char* names[] = {"producer late", "producer early", "producer cooperating"};
         report(names[static_cast<int>(how)], right);

@@ -157,9 +157,8 @@ public:
         fill(up, 99);
         fill(gamma, 98);
         check(cudaStreamSynchronize(stream_.get()), "weights");
-        layer_.push_back(context_.add_layer(
-            7, {.data = up.get(), .rows = wish.shape.hidden, .scale = 1.0F / 64},
-            wish.shape.norm == Norm::rms ? gamma.get() : nullptr));
+        layer_.push_back(context_.add_layer(7, {.data = up.get(), .rows = wish.shape.hidden, .scale = 1.0F / 64},
+                                            wish.shape.norm == Norm::rms ? gamma.get() : nullptr));
         context_.seal();
         for (int set = 0; set < input_sets; ++set) {
             inputs_.push_back({DeviceMemory(routed_.bytes(), "inputs"), DeviceMemory(shared_.bytes(), "inputs")});
@@ -190,10 +189,11 @@ private:
         std::vector<DeviceMemory> expected;
     };
 
-    std::size_t bytes(std::int64_t elements) const { return std::max<std::size_t>(64, static_cast<std::size_t>(elements) * 2); }
+    std::size_t bytes(std::int64_t elements) const {
+        return std::max<std::size_t>(64, static_cast<std::size_t>(elements) * 2);
+    }
     void fill(const DeviceMemory& memory, std::uint32_t seed) const {
-        check(test::draw_bf16(memory.get(),
-                                             static_cast<std::int64_t>(memory.bytes() / 2), seed, stream_.get()), "draw");
+        check(test::draw_bf16(memory.get(), static_cast<std::int64_t>(memory.bytes() / 2), seed, stream_.get()), "draw");
     }
     std::int64_t out_bytes(std::int64_t tokens) const { return tokens * wish_.shape.hidden * 2; }
 
@@ -209,16 +209,14 @@ private:
         check(cudaMemsetAsync(out_.get(), 0xff, static_cast<std::size_t>(out_bytes(tokens)), stream_.get()), "poison");
     }
     void call(Tail tail, std::int64_t tokens) const {
-        const Status status =
-            layer_.front().run(tail, {.routed = {routed_.get()}, .shared = {shared_.get()}, .tokens = tokens}, {out_.get()},
-                               stream_.get());
+        const Status status = layer_.front().run(
+            tail, {.routed = {routed_.get()}, .shared = {shared_.get()}, .tokens = tokens}, {out_.get()}, stream_.get());
         if (!status.ok()) throw Error(status.code(), status.message());
     }
     void compare(const DeviceMemory& expected, std::int64_t tokens) const {
-        check(test::count_differences(out_.get(),
-                                                          expected.get(),
-                                                          out_bytes(tokens),
-                                                          reinterpret_cast<unsigned long long*>(wrong_.get()), stream_.get()), "compare");
+        check(test::count_differences(out_.get(), expected.get(), out_bytes(tokens),
+                                      reinterpret_cast<unsigned long long*>(wrong_.get()), stream_.get()),
+              "compare");
     }
     unsigned long long wrong_so_far(const std::string& where) const {
         check(cudaStreamSynchronize(stream_.get()), where.c_str());
@@ -257,7 +255,9 @@ private:
                 const std::uint64_t hash = hash_of(size.expected.back(), out_bytes(tokens));
                 outcome.ranks_identical &= same_everywhere(boot_, hash);
             }
-            const auto same = [&] { return hash_of(first, out_bytes(tokens)) == hash_of(size.expected[0], out_bytes(tokens)); };
+            const auto same = [&] {
+                return hash_of(first, out_bytes(tokens)) == hash_of(size.expected[0], out_bytes(tokens));
+            };
             outcome.first_graph_right &= same();
             sizes.push_back(std::move(size));
         }
@@ -276,7 +276,8 @@ private:
                 if (size.tokens > often_up_to && round % every != 0) continue;
                 const int set = static_cast<int>(order() % input_sets);
                 const auto late = static_cast<unsigned>(order());
-                if (wish_.late && late % 64 == 0 && static_cast<int>(late / 64 % static_cast<unsigned>(boot_.world)) == boot_.rank)
+                if (wish_.late && late % 64 == 0 &&
+                    static_cast<int>(late / 64 % static_cast<unsigned>(boot_.world)) == boot_.rank)
                     std::this_thread::sleep_for(std::chrono::microseconds(late / 4096 % 1000));
                 take_inputs(set, size.tokens);
                 size.graph.launch(stream_.get());

@@ -32,7 +32,8 @@ cudaError_t draw_bf16(std::byte* to, std::int64_t count, std::uint32_t seed, cud
 
 cudaError_t count_differences(const std::byte* a, const std::byte* b, std::int64_t bytes, unsigned long long* wrong,
                               cudaStream_t stream) {
-    compare<<<132, 256, 0, stream>>>(reinterpret_cast<const uint4*>(a), reinterpret_cast<const uint4*>(b), bytes / 16, wrong);
+    compare<<<132, 256, 0, stream>>>(reinterpret_cast<const uint4*>(a), reinterpret_cast<const uint4*>(b), bytes / 16,
+                                     wrong);
     return cudaGetLastError();
 }
 
