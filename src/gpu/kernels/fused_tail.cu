@@ -76,7 +76,11 @@ __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__
 
 /// A call of no rows.
 __global__ void __launch_bounds__(256) idle(const __grid_constant__ Params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     take_part(Cta<Tile<8, 64>>(p, 0), threadIdx.x, 256);
+#else
+    __trap();
+#endif
 }
 
 __global__ void __launch_bounds__(256) reset(char* region, std::int64_t bytes) {
