@@ -77,6 +77,19 @@ public:
     /// The same through one given tail, whatever the plan would choose. Refused with the plan's reason if it cannot run.
     Status run(Tail tail, const TailInput& input, Rows out, Stream stream = nullptr) const noexcept;
 
+    // A call in two halves, so that the shared partials travel while the routed experts still compute. Both halves together
+    // are bit for bit the call of that tail; between them the context takes no other call (an error that names the layer).
+
+    /// Enqueues the reduction of `shared` for a tail of `tokens` rows whose output will be `out`: until `finish` the rows of
+    /// `out` hold what was reduced. `out` may be exactly `shared`. The tail is the cheapest of those that have halves:
+    /// `replicated`, `column_parallel`, `token_parallel`.
+    Status begin(ConstRows shared, Rows out, std::int64_t tokens, Stream stream = nullptr) const noexcept;
+    Status begin(Tail tail, ConstRows shared, Rows out, std::int64_t tokens, Stream stream = nullptr) const noexcept;
+
+    /// Enqueues the rest of what `begin` started, on the same stream or another (which then waits for the first one's half;
+    /// so under capture). `prefix` may not overlap `out`.
+    Status finish(ConstRows routed, ConstRows prefix = {}, Stream stream = nullptr) const noexcept;
+
     std::int64_t id() const noexcept;
 
 private:

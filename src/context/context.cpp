@@ -51,17 +51,31 @@ public:
     int number = 0;  ///< among the contexts that share these ranks
     std::uint64_t next_call = 0;
 
+    /// A call whose second half is still to come.
+    struct Half {
+        std::size_t layer;
+        Tail tail;
+        std::int64_t tokens;
+        Rows out;
+    };
+    std::optional<Half> half;
+
     TokenRange own_tokens(std::int64_t tokens, int rank) const noexcept { return even_part(tokens, bootstrap.world, rank); }
 
     /// Runs `body` as the next call of the context's order: its exceptions become statuses, its faults stick.
     template <typename Body>
-    Status call(CallIdentity& identity, Stream stream, Body body) noexcept {
+    Status call(CallIdentity& identity, Stream stream, Body body, bool finishes = false) noexcept {
         bool begun = false;
         // A call that is refused counts too: if a peer makes it, the next exchange tells both that they are out of step.
         identity.context = number;
         identity.call = next_call++;
         try {
             require_callable();
+            if (half && !finishes) {
+                throw Error(
+                    StatusCode::unsupported,
+                    fmt::format("layer {} has begun and not finished: call finish() on it first", layers[half->layer].id));
+            }
             const auto begin = [&] {
                 backend->begin_call(identity, stream);
                 begun = true;
@@ -332,46 +346,80 @@ std::int64_t Layer::id() const noexcept {
 
 namespace {
 
-TailCall checked_call(const ContextState& state, const PackedLayer& layer, const TailInput& input, const Rows& out) {
-    const Shape& shape = state.shape;
-    const Dtype dtype = shape.activations;
-    if (input.tokens < 0 || input.tokens > state.options.max_tokens) {
-        throw Error(StatusCode::invalid_argument,
-                    fmt::format("tokens is {}, expected 0 to max_tokens {}", input.tokens, state.options.max_tokens));
-    }
+void require_tokens(const ContextState& state, std::int64_t tokens) {
+    if (tokens >= 0 && tokens <= state.options.max_tokens) return;
+    throw Error(StatusCode::invalid_argument,
+                fmt::format("tokens is {}, expected 0 to max_tokens {}", tokens, state.options.max_tokens));
+}
+
+/// A call of so many tokens into `out`, its inputs still to be filled in.
+TailCall call_into(const ContextState& state, const PackedLayer& layer, std::int64_t tokens, const Rows& out) {
+    require_tokens(state, tokens);
     const bool own_rows_only = state.options.sequence_parallel;
-    const std::int64_t out_rows = own_rows_only ? state.own_tokens(input.tokens, state.bootstrap.rank).count : input.tokens;
-    TailCall call{.shape = shape,
+    const std::int64_t out_rows = own_rows_only ? state.own_tokens(tokens, state.bootstrap.rank).count : tokens;
+    TailCall call{.shape = state.shape,
                   .rank = state.bootstrap.rank,
                   .world = state.bootstrap.world,
-                  .tokens = input.tokens,
-                  .routed = const_matrix("routed", input.routed, input.tokens, shape.latent, dtype),
+                  .tokens = tokens,
+                  .routed = {},
                   .shared = {},
                   .prefix = {},
-                  .out = matrix("out", out, out_rows, shape.hidden, dtype),
+                  .out = matrix("out", out, out_rows, state.shape.hidden, state.shape.activations),
                   .shared_state = state.options.shared,
-                  .consume_shared = input.consume_shared,
+                  .consume_shared = false,
                   .stop_before_gather = own_rows_only && state.bootstrap.world > 1,
-                  .layer = layer,
-                  .starts_early = input.starts_early,
-                  .releases_early = input.releases_early};
-    if (state.options.shared == SharedState::absent) {
-        if (input.shared.data != nullptr)
-            throw Error(StatusCode::invalid_argument, "shared is given, but the options say it is absent");
-    } else {
-        call.shared = const_matrix("shared", input.shared, input.tokens, shape.hidden, dtype);
-    }
-    if (input.prefix.data != nullptr) call.prefix = const_matrix("prefix", input.prefix, out_rows, shape.hidden, dtype);
-    for (const auto& [what, rows] : {std::pair<const char*, ConstMatrix>{"routed", call.routed},
-                                     {"shared", call.shared},
-                                     {"prefix", call.prefix},
-                                     {"out", call.out}}) {
-        require_alignment(what, rows, state.row_alignment);
-    }
-    require_no_overlap("routed", call.routed, call.out, false);
-    require_no_overlap("shared", call.shared, call.out, !call.stop_before_gather);
-    require_no_overlap("prefix", call.prefix, call.out, true);
+                  .layer = layer};
+    require_alignment("out", call.out, state.row_alignment);
     return call;
+}
+
+/// `may_be_out`: whether these rows may be exactly `out`.
+ConstMatrix input_of(const ContextState& state, const TailCall& call, const char* what, const ConstRows& rows,
+                     std::int64_t count, std::int64_t columns, bool may_be_out) {
+    const ConstMatrix input = const_matrix(what, rows, count, columns, state.shape.activations);
+    require_alignment(what, input, state.row_alignment);
+    require_no_overlap(what, input, call.out, may_be_out);
+    return input;
+}
+
+TailCall checked_call(const ContextState& state, const PackedLayer& layer, const TailInput& input, const Rows& out) {
+    const Shape& shape = state.shape;
+    TailCall call = call_into(state, layer, input.tokens, out);
+    call.consume_shared = input.consume_shared;
+    call.starts_early = input.starts_early;
+    call.releases_early = input.releases_early;
+    call.routed = input_of(state, call, "routed", input.routed, call.tokens, shape.latent, false);
+    if (state.options.shared != SharedState::absent) {
+        call.shared = input_of(state, call, "shared", input.shared, call.tokens, shape.hidden, !call.stop_before_gather);
+    } else if (input.shared.data != nullptr) {
+        throw Error(StatusCode::invalid_argument, "shared is given, but the options say it is absent");
+    }
+    if (input.prefix.data != nullptr)
+        call.prefix = input_of(state, call, "prefix", input.prefix, call.out.rows, shape.hidden, true);
+    return call;
+}
+
+/// The tail that was asked for, if it may run, or the plan's choice.
+Tail tail_to_run(const ContextState& state, std::optional<Tail> asked, std::int64_t tokens, bool in_halves) {
+    const std::optional<Tail> tail = asked ? asked : state.planner.choose(tokens, in_halves);
+    if (!tail) {
+        throw Error(StatusCode::unsupported,
+                    fmt::format("no tail can run {} tokens{}", tokens, in_halves ? " in halves" : ""));
+    }
+    if (static_cast<int>(*tail) >= tail_count) {
+        throw Error(StatusCode::invalid_argument,
+                    fmt::format("tail is number {}, expected 0 to {}", static_cast<int>(*tail), tail_count - 1));
+    }
+    if (!state.planner.allowed(*tail, tokens)) {
+        throw Error(StatusCode::unsupported, fmt::format("tail {} cannot run {} tokens: {}", name(*tail), tokens,
+                                                         state.planner.refusal(*tail, tokens)));
+    }
+    if (in_halves && !has_halves(*tail)) {
+        throw Error(
+            StatusCode::unsupported,
+            fmt::format("tail {} has no halves, expected replicated, column_parallel or token_parallel", name(*tail)));
+    }
+    return *tail;
 }
 
 Status run_tail(ContextState& state, std::size_t index, std::optional<Tail> asked, const TailInput& input, const Rows& out,
@@ -384,19 +432,9 @@ Status run_tail(ContextState& state, std::size_t index, std::optional<Tail> aske
                           .releases_early = input.releases_early};
     return state.call(identity, stream, [&](auto begin) {
         const TailCall call = checked_call(state, *layer.packed, input, out);
-        const std::optional<Tail> tail = asked ? asked : state.planner.choose(input.tokens);
-        if (!tail) throw Error(StatusCode::unsupported, fmt::format("no tail can run {} tokens", input.tokens));
-        if (static_cast<int>(*tail) >= tail_count) {
-            throw Error(StatusCode::invalid_argument,
-                        fmt::format("tail is number {}, expected 0 to {}", static_cast<int>(*tail), tail_count - 1));
-        }
-        if (!state.planner.allowed(*tail, input.tokens)) {
-            throw Error(StatusCode::unsupported, fmt::format("tail {} cannot run {} tokens: {}", name(*tail), input.tokens,
-                                                             state.planner.refusal(*tail, input.tokens)));
-        }
-        identity.tail = *tail;
+        identity.tail = tail_to_run(state, asked, input.tokens, false);
         begin();
-        const Schedule schedule = portable_schedule(*tail);
+        const Schedule schedule = portable_schedule(identity.tail);
         if (schedule != nullptr) {
             schedule(*state.backend, call);
         } else {
@@ -406,7 +444,69 @@ Status run_tail(ContextState& state, std::size_t index, std::optional<Tail> aske
     });
 }
 
+Status begin_tail(ContextState& state, std::size_t index, std::optional<Tail> asked, const ConstRows& shared,
+                  const Rows& out, std::int64_t tokens, Stream stream) noexcept {
+    const ContextState::LayerEntry& layer = state.layers[index];
+    CallIdentity identity{.tokens = tokens, .layer = layer.id};
+    return state.call(identity, stream, [&](auto begin) {
+        if (state.options.shared != SharedState::partial) {
+            throw Error(StatusCode::unsupported,
+                        fmt::format("shared is {}, so there is nothing to begin with", name(state.options.shared)));
+        }
+        TailCall call = call_into(state, *layer.packed, tokens, out);
+        call.shared = input_of(state, call, "shared", shared, tokens, state.shape.hidden, !call.stop_before_gather);
+        identity.tail = tail_to_run(state, asked, tokens, true);
+        begin();
+        reduce_shared_ahead(*state.backend, identity.tail, call);
+        state.backend->order_next_call();
+        state.backend->end_call({});
+        state.half = {.layer = index, .tail = identity.tail, .tokens = tokens, .out = out};
+    });
+}
+
+Status finish_tail(ContextState& state, std::size_t index, const ConstRows& routed, const ConstRows& prefix,
+                   Stream stream) noexcept {
+    const ContextState::LayerEntry& layer = state.layers[index];
+    CallIdentity identity{.layer = layer.id, .prefix = prefix.data != nullptr};
+    return state.call(
+        identity, stream,
+        [&](auto begin) {
+            if (!state.half || state.half->layer != index) {
+                throw Error(StatusCode::unsupported,
+                            state.half ? fmt::format("layer {} has not begun, layer {} has", layer.id,
+                                                     state.layers[state.half->layer].id)
+                                       : fmt::format("layer {} has not begun: call begin() first", layer.id));
+            }
+            const ContextState::Half& half = *state.half;
+            TailCall call = call_into(state, *layer.packed, half.tokens, half.out);
+            call.routed = input_of(state, call, "routed", routed, half.tokens, state.shape.latent, false);
+            if (prefix.data != nullptr)
+                call.prefix = input_of(state, call, "prefix", prefix, call.out.rows, state.shape.hidden, false);
+            call.shared = call.out;
+            call.shared_in_out = true;
+            identity.tokens = half.tokens;
+            identity.tail = half.tail;
+            begin();
+            state.half.reset();
+            portable_schedule(identity.tail)(*state.backend, call);
+            state.backend->end_call(call.stop_before_gather ? ConstMatrix{} : ConstMatrix(call.out));
+        },
+        true);
+}
+
 }  // namespace
+
+Status Layer::begin(ConstRows shared, Rows out, std::int64_t tokens, Stream stream) const noexcept {
+    return begin_tail(*state_, index_, std::nullopt, shared, out, tokens, stream);
+}
+
+Status Layer::begin(Tail tail, ConstRows shared, Rows out, std::int64_t tokens, Stream stream) const noexcept {
+    return begin_tail(*state_, index_, tail, shared, out, tokens, stream);
+}
+
+Status Layer::finish(ConstRows routed, ConstRows prefix, Stream stream) const noexcept {
+    return finish_tail(*state_, index_, routed, prefix, stream);
+}
 
 Status Layer::run(const TailInput& input, Rows out, Stream stream) const noexcept {
     return run_tail(*state_, index_, std::nullopt, input, out, stream);
@@ -421,10 +521,7 @@ Status Context::all_reduce_rms_norm(ConstRows x, const void* gamma, Rows y, std:
     ContextState& state = *state_;
     CallIdentity identity{.tokens = tokens, .is_tail = false};
     return state.call(identity, stream, [&](auto begin) {
-        if (tokens < 0 || tokens > state.options.max_tokens) {
-            throw Error(StatusCode::invalid_argument,
-                        fmt::format("tokens is {}, expected 0 to max_tokens {}", tokens, state.options.max_tokens));
-        }
+        require_tokens(state, tokens);
         const ConstMatrix in = const_matrix("x", x, tokens, state.shape.latent, state.shape.activations);
         const Matrix out = matrix("y", y, tokens, state.shape.latent, state.shape.activations);
         if ((state.shape.norm == Norm::rms) != (gamma != nullptr)) {
@@ -456,10 +553,7 @@ Status Context::accumulate_projection(ConstRows a, const Layer& layer, Rows c_sl
                         fmt::format("hidden {} is not divisible by {} ranks, so no rank owns a column slice",
                                     state.shape.hidden, state.bootstrap.world));
         }
-        if (tokens < 0 || tokens > state.options.max_tokens) {
-            throw Error(StatusCode::invalid_argument,
-                        fmt::format("tokens is {}, expected 0 to max_tokens {}", tokens, state.options.max_tokens));
-        }
+        require_tokens(state, tokens);
         const std::int64_t columns = state.shape.hidden / state.bootstrap.world;
         const ConstMatrix in = const_matrix("a", a, tokens, state.shape.latent, state.shape.activations);
         const Matrix out = matrix("c_slice", c_slice, tokens, columns, state.shape.activations);

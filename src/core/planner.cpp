@@ -80,12 +80,12 @@ double Planner::cost_us(Tail tail, std::int64_t tokens) const {
                        capabilities_.machine);
 }
 
-std::optional<Tail> Planner::choose(std::int64_t tokens) const noexcept {
+std::optional<Tail> Planner::choose(std::int64_t tokens, bool in_halves) const noexcept {
     std::optional<Tail> best;
     double best_us = 0;
     for (int index = 0; index < tail_count; ++index) {
         const Tail tail = tail_at(index);
-        if (!allowed(tail, tokens)) continue;
+        if (!allowed(tail, tokens) || (in_halves && !has_halves(tail))) continue;
         const double us = cost_us(tail, tokens);
         if (!best || us < best_us) {
             best = tail;

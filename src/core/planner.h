@@ -25,12 +25,17 @@ struct Capabilities {
     bool whole_weights = false;      ///< the whole W_up is on every rank
 };
 
+/// Whether a call through this tail may come in two halves (`Layer::begin`).
+constexpr bool has_halves(Tail tail) noexcept {
+    return tail == Tail::replicated || tail == Tail::column_parallel || tail == Tail::token_parallel;
+}
+
 class Planner {
 public:
     Planner(const Shape& shape, int world, const Options& options, Capabilities capabilities);
 
     /// The tail for a call of `tokens` tokens; nothing if none can run. Does not allocate.
-    std::optional<Tail> choose(std::int64_t tokens) const noexcept;
+    std::optional<Tail> choose(std::int64_t tokens, bool in_halves = false) const noexcept;
     /// Whether this tail may run at all for so many tokens.
     bool allowed(Tail tail, std::int64_t tokens) const noexcept { return gate(tail, tokens) == Gate::open; }
     /// Why it may not; empty if it may.

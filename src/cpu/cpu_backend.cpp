@@ -78,6 +78,10 @@ public:
         collectives_.all_reduce_norm(step, routed, gamma, latent);
         if (shared.present()) collectives_.reduce_columns(Step::reduce_shared, shared, columns, own);
     }
+    void reduce_columns(Step step, const ConstMatrix& shared, std::span<const TokenRange> columns,
+                        const Matrix& own) override {
+        collectives_.reduce_columns(step, shared, columns, own);
+    }
     void gather_columns(Step step, const ConstMatrix& own, std::span<const TokenRange> columns, const Matrix& out,
                         const ConstMatrix& prefix) override {
         collectives_.gather_columns(step, own, columns, out, prefix);
@@ -234,6 +238,7 @@ public:
         begin_block(0);
     }
 
+    void order_next_call() override {}  // a call is done when it returns
     void begin_block(std::int64_t block) override {
         header_.block = block;
         main_->set_header(header_);

@@ -76,6 +76,7 @@ public:
             side_stream_ = make_stream(true);
             forked_event_ = make_event();
             joined_event_ = make_event();
+            half_event_ = make_event();
         });
         make_product();
         make_communicator();
@@ -201,6 +202,9 @@ public:
         }
         current_.emplace(topology_.device);
         identity_ = identity;
+        if (half_stream_ && *half_stream_ != static_cast<cudaStream_t>(stream))
+            check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), half_event_.get(), 0), "the order of calls");
+        half_stream_.reset();
         // Kernels that wait for their predecessor hold places that a rank beside them may need.
         const bool overlaps = identity.is_tail && !topology_.shares_devices();
         main_->set_call(static_cast<cudaStream_t>(stream), identity, overlaps);
@@ -222,6 +226,10 @@ public:
     }
 
     void begin_block(std::int64_t) override {}
+    void order_next_call() override {
+        check(cudaEventRecord(half_event_.get(), main_->stream()), "the order of calls");
+        half_stream_ = main_->stream();
+    }
 
     Lane& main() override { return *main_; }
 
@@ -444,6 +452,8 @@ private:
     Stream side_stream_;
     Event forked_event_;
     Event joined_event_;
+    Event half_event_;
+    std::optional<cudaStream_t> half_stream_;  ///< where the first half of a call is, until the second begins
     std::optional<Product> product_;
     std::unique_ptr<NcclCommunicator> communicator_;
 

@@ -200,7 +200,6 @@ bool GpuLane::cuts_columns(const ConstMatrix& own) const noexcept {
 
 void GpuLane::reduce_for_columns(Step step, const ConstMatrix& routed, const void* gamma, const Matrix& latent,
                                  const ConstMatrix& shared, std::span<const TokenRange> columns, const Matrix& own) {
-    const TokenRange mine = columns[static_cast<std::size_t>(rank_)];
     if (world_ > 1 && cuts_columns(own)) {
         for (const ConstMatrix& each : {routed, ConstMatrix(latent), shared, ConstMatrix(own)})
             require_aligned(name(step), each);
@@ -222,14 +221,30 @@ void GpuLane::reduce_for_columns(Step step, const ConstMatrix& routed, const voi
                      "column exchange kernel");
     }
     all_reduce_norm(step, routed, gamma, latent);
-    if (!shared.present()) return;
+    if (shared.present()) reduce_columns(Step::reduce_shared, shared, columns, own);
+}
+
+void GpuLane::reduce_columns(Step step, const ConstMatrix& shared, std::span<const TokenRange> columns, const Matrix& own) {
+    const TokenRange mine = columns[static_cast<std::size_t>(rank_)];
     if (world_ == 1) {
         if (own.data != shared.data) copy(shared, own);
+    } else if (cuts_columns(own)) {
+        for (const ConstMatrix& each : {shared, ConstMatrix(own)}) require_aligned(name(step), each);
+        check(gpu::reduce_for_columns({.exchange = parts_.exchange,
+                                       .shared = rows_of(shared),
+                                       .own = writable(own),
+                                       .tokens = shared.rows,
+                                       .own_width = own.columns,
+                                       .dtype = shared.dtype,
+                                       .max_ctas = max_ctas(),
+                                       .starts_early = takes_early_start()},
+                                      stream_),
+              "column exchange kernel");
     } else if (parts_.exchange.window.world == 0) {
         parts_.nccl->reduce_columns(shared, columns, own, stream_);
     } else {  // columns that 16-byte units do not cut: all of them, of which this rank keeps its own
         const Matrix sum = parts_.spare.row_range(0, shared.rows);
-        all_reduce(Step::reduce_shared, shared, sum, {});
+        all_reduce(step, shared, sum, {});
         copy_odd(sum.column_range(mine.first, mine.count), own);
     }
 }

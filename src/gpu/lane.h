@@ -47,6 +47,8 @@ public:
     void all_gather(Step step, const ConstMatrix& in, std::span<const TokenRange> own, const Matrix& out) override;
     void reduce_for_columns(Step step, const ConstMatrix& routed, const void* gamma, const Matrix& latent,
                             const ConstMatrix& shared, std::span<const TokenRange> columns, const Matrix& own) override;
+    void reduce_columns(Step step, const ConstMatrix& shared, std::span<const TokenRange> columns,
+                        const Matrix& own) override;
     void gather_columns(Step step, const ConstMatrix& own, std::span<const TokenRange> columns, const Matrix& out,
                         const ConstMatrix& prefix) override;
     void project(const ConstMatrix& x, const PackedLayer& layer, WeightPart part, const Epilogue& epilogue,

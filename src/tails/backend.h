@@ -72,6 +72,9 @@ public:
 
     virtual void project(const ConstMatrix& x, const PackedLayer& layer, WeightPart part, const Epilogue& epilogue,
                          const Matrix& out) = 0;
+    /// own = the columns `columns[rank]` of T(Σ_ranks shared). `own` may be those columns of `shared`.
+    virtual void reduce_columns(Step step, const ConstMatrix& shared, std::span<const TokenRange> columns,
+                                const Matrix& own) = 0;
     /// out = T(a + b), then T(out + prefix) where there is one. `out` may be any of the inputs.
     virtual void add(const ConstMatrix& a, const ConstMatrix& b, const ConstMatrix& prefix, const Matrix& out) = 0;
     virtual void copy(const ConstMatrix& in, const Matrix& out) = 0;
@@ -124,6 +127,8 @@ public:
     /// the cause.
     virtual Status end_after_failure() noexcept = 0;
     virtual void begin_block(std::int64_t block) = 0;
+    /// What the main lane has enqueued so far comes before the next call, whatever stream that is on.
+    virtual void order_next_call() = 0;
 
     virtual Lane& main() = 0;
     /// Starts `side_work` on a second lane, ordered after everything on the main lane so far. `side_work` must live until

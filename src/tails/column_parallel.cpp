@@ -6,28 +6,23 @@
 //
 // On the wire that is what one all-reduce of everything at the end would take; but half of it travels with the latents, and
 // what comes last has nothing left to add.
-#include <array>
-
 #include "tails/schedule.h"
 
 namespace latent_moe {
 
 void column_parallel_tail(Backend& backend, const TailCall& whole_call) {
-    std::array<TokenRange, max_world> parts;
-    for (int rank = 0; rank < whole_call.world; ++rank)
-        parts[static_cast<std::size_t>(rank)] = even_part(whole_call.shape.hidden, whole_call.world, rank);
-    const std::span<const TokenRange> columns(parts.data(), static_cast<std::size_t>(whole_call.world));
-    const TokenRange mine = columns[static_cast<std::size_t>(whole_call.rank)];
-
+    const OwnColumns columns(whole_call.shape.hidden, whole_call.world);
+    const TokenRange& mine = columns.of(whole_call.rank);
     for_each_block(backend, whole_call, [&](const TailCall& call) {
         Lane& lane = backend.main();
         const Matrix latent = backend.scratch(Scratch::latent, call.tokens);
         const Matrix own = call.before_prefix(backend).column_range(mine.first, mine.count);
         const ConstMatrix partial = call.reduces_shared() ? call.shared : ConstMatrix{};
-        lane.reduce_for_columns(Step::reduce_latent, call.routed, backend.gamma(call.layer), latent, partial, columns, own);
+        lane.reduce_for_columns(Step::reduce_latent, call.routed, backend.gamma(call.layer), latent, partial, columns.all(),
+                                own);
         const ConstMatrix shared = partial.present() ? own : call.shared.column_range(mine.first, mine.count);
         lane.project(latent, call.layer, WeightPart::shard, {shared, {}}, own);
-        lane.gather_columns(Step::gather_output, own, columns, call.out, call.prefix);
+        lane.gather_columns(Step::gather_output, own, columns.all(), call.out, call.prefix);
     });
 }
 

@@ -40,6 +40,10 @@ public:
                             const ConstMatrix& shared, std::span<const TokenRange> columns, const Matrix& own) override {
         lane_.reduce_for_columns(step, routed, gamma, latent, shared, columns, own);
     }
+    void reduce_columns(Step step, const ConstMatrix& shared, std::span<const TokenRange> columns,
+                        const Matrix& own) override {
+        lane_.reduce_columns(step, shared, columns, own);
+    }
     void gather_columns(Step step, const ConstMatrix& own, std::span<const TokenRange> columns, const Matrix& out,
                         const ConstMatrix& prefix) override {
         watch_(out);
@@ -81,6 +85,7 @@ public:
     void end_call(const ConstMatrix& out) override { backend_.end_call(out); }
     Status end_after_failure() noexcept override { return backend_.end_after_failure(); }
     void begin_block(std::int64_t block) override { backend_.begin_block(block); }
+    void order_next_call() override { backend_.order_next_call(); }
     Lane& main() override { return lane_; }
     void fork(FunctionRef<void(Lane&)> side_work) override { backend_.fork(side_work); }
     void join() override { backend_.join(); }

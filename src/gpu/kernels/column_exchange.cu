@@ -247,7 +247,9 @@ std::int64_t column_exchange_slot_bytes(int world, std::int64_t rows, std::int64
 
 cudaError_t reduce_for_columns(const ReduceForColumns& op, cudaStream_t stream) {
     const int world = op.exchange.window.world;
-    const std::int64_t latent_units = units_of(op.latent_width, op.dtype), own_units = units_of(op.own_width, op.dtype);
+    const bool has_latents = op.routed.data != nullptr;
+    const std::int64_t latent_units = has_latents ? units_of(op.latent_width, op.dtype) : 0;
+    const std::int64_t own_units = units_of(op.own_width, op.dtype);
     const RowShape shape = row_shape(latent_units);
     ReduceParams p{.exchange = op.exchange,
                    .routed = unit_rows(op.routed, op.latent_width, op.dtype),
@@ -256,13 +258,14 @@ cudaError_t reduce_for_columns(const ReduceForColumns& op, cudaStream_t stream) 
                    .own = unit_rows(op.own, op.own_width, op.dtype),
                    .gamma = static_cast<const uint4*>(op.gamma),
                    .epsilon = op.epsilon,
-                   .inverse_width = 1.0F / static_cast<float>(op.latent_width),
+                   .inverse_width = has_latents ? 1.0F / static_cast<float>(op.latent_width) : 0,
                    .latent_units = static_cast<std::uint32_t>(latent_units),
                    .latent_threads = static_cast<std::uint32_t>(shape.threads),
                    .own_units = op.shared.data ? static_cast<std::uint32_t>(own_units) : 0,
                    .release = op.releases_early};
-    if (!valid(op.exchange) || op.tokens < 0 || op.latent_width <= 0 || op.latent_width % 8 != 0 ||
-        op.latent_width > max_norm_width(op.dtype) || op.own_width <= 0 || op.own_width % 8 != 0 || op.max_ctas < 2 ||
+    if (!valid(op.exchange) || op.tokens < 0 ||
+        (has_latents && (op.latent_width <= 0 || op.latent_width % 8 != 0 || op.latent_width > max_norm_width(op.dtype))) ||
+        (!has_latents && !op.shared.data) || op.own_width <= 0 || op.own_width % 8 != 0 || op.max_ctas < 2 ||
         op.max_ctas > max_grid || !aligned(p.routed) || !aligned(p.latent) || !aligned(p.shared) || !aligned(p.own)) {
         return cudaErrorInvalidValue;
     }

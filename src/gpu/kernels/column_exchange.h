@@ -18,14 +18,14 @@ namespace latent_moe::gpu {
 /// holds are split into several kernels.
 struct ReduceForColumns {
     Exchange exchange;
-    ConstRows routed;
+    ConstRows routed;             ///< null: no latents, only the shared columns
     const void* gamma = nullptr;  ///< null: no norm
     float epsilon = 1e-5F;
     Rows latent;
     ConstRows shared;  ///< null: there is none
     Rows own;
     std::int64_t tokens = 0;
-    std::int64_t latent_width = 0;  ///< at most `max_norm_width(dtype)`
+    std::int64_t latent_width = 0;  ///< with latents: at most `max_norm_width(dtype)`
     std::int64_t own_width = 0;     ///< a multiple of 8
     Dtype dtype = Dtype::bf16;
     int max_ctas = 64;
