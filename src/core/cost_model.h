@@ -13,6 +13,7 @@ namespace latent_moe {
 struct Work {
     double weight_bytes = 0;      ///< of W_up read
     double activation_bytes = 0;  ///< of activations read and written, locally
+    double gathered_bytes = 0;    ///< of summands that every tile of the product reads again, from the cache
     double flops = 0;
     double wire_bytes = 0;           ///< sent by this rank, all peers together
     double hideable_wire_bytes = 0;  ///< the part of `wire_bytes` that the tail sends under its own product

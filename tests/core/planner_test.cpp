@@ -90,12 +90,19 @@ TEST(Plan, RefusesWithOneReasonForEveryGate) {
 TEST(Plan, ObeysAUsersTokenLimitAgainstTheCosts) {
     Options options;
     const Planner free(k3, 2, options, capable());
-    ASSERT_EQ(free.choose(64), Tail::fused);
-    options.tail_token_limit[static_cast<std::size_t>(Tail::fused)] = 32;
+    ASSERT_EQ(free.choose(32), Tail::fused);
+    options.tail_token_limit[static_cast<std::size_t>(Tail::fused)] = 16;
     const Planner limited(k3, 2, options, capable());
-    EXPECT_EQ(limited.choose(32), Tail::fused);
-    EXPECT_NE(limited.choose(33), Tail::fused);
-    EXPECT_EQ(limited.refusal(Tail::fused, 33), "33 tokens exceed the limit of 32 tokens that the options set for it");
+    EXPECT_EQ(limited.choose(16), Tail::fused);
+    EXPECT_NE(limited.choose(17), Tail::fused);
+    EXPECT_EQ(limited.refusal(Tail::fused, 17), "17 tokens exceed the limit of 16 tokens that the options set for it");
+}
+
+TEST(Plan, LeavesTheFusedTailWhereItNoLongerPaysThoughTheCapacityGoesOn) {
+    const Planner planner(k3, 2, {}, capable());
+    EXPECT_EQ(planner.choose(16), Tail::fused);
+    EXPECT_EQ(planner.refusal(Tail::fused, 128), "");
+    EXPECT_NE(planner.choose(128), Tail::fused);
 }
 
 TEST(Plan, AsksTheGroupThatIsReducedOver) {
