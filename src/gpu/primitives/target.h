@@ -18,6 +18,7 @@
 //     load_acquire, store_release    u32
 //     load_whole16, store_whole16    uint4, system scope, relaxed, never torn
 //     exchange_relaxed, add_relaxed  u32: one atomic access
+//     load_shared, store_shared      a word of the CTA's shared memory, by its address there
 //     fence<Scope>()            acquire and release
 //     sync_cta()                by all threads of a CTA;  sync_wave(): by all of a wave. Both order memory among them
 //     sum_over_wave(u32)        by all of a wave: the sum, to every one

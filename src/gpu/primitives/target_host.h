@@ -7,9 +7,7 @@
 
 #include <atomic>
 #include <bit>
-#include <chrono>
 #include <cstdint>
-#include <thread>
 
 #include "host_numbers.h"
 
@@ -39,6 +37,9 @@ public:
     virtual void sync_wave() = 0;
     virtual std::uint32_t sum_over_wave(std::uint32_t value) = 0;
     virtual void dependency_wait() = 0;
+    virtual std::uint32_t* shared_memory() = 0;  ///< of the CTA
+    virtual void let_others_run() = 0;
+    virtual std::uint64_t clock_ns() = 0;
 };
 inline thread_local Neighbours* neighbours = nullptr;
 
@@ -56,10 +57,10 @@ inline void dependency_wait() {
 }
 inline void release_dependents() {}
 inline void let_others_run() {
-    std::this_thread::yield();
+    neighbours->let_others_run();
 }
 inline std::uint64_t clock_ns() {
-    return static_cast<std::uint64_t>(std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count());
+    return neighbours->clock_ns();
 }
 
 // ---- memory
@@ -140,6 +141,18 @@ std::uint32_t exchange_relaxed(std::uint32_t* at, std::uint32_t value) {
 template <Scope scope = Scope::system>
 void add_relaxed(std::uint32_t* at, std::uint32_t value) {
     std::atomic_ref<std::uint32_t>(*at).fetch_add(value, std::memory_order_relaxed);
+}
+
+/// A word of the CTA's shared memory, by its address there.
+template <class T>
+T load_shared(std::uint32_t address) {
+    static_assert(sizeof(T) == 4);
+    return std::bit_cast<T>(host::load(neighbours->shared_memory() + address / 4));
+}
+template <class T>
+void store_shared(std::uint32_t address, T value) {
+    static_assert(sizeof(T) == 4);
+    host::store(neighbours->shared_memory() + address / 4, std::bit_cast<std::uint32_t>(value));
 }
 
 /// A read-modify-write of one word that all fences share, not `atomic_thread_fence`: the thread sanitizer does not know that

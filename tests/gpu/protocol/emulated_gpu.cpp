@@ -63,6 +63,7 @@ struct Cta {
     explicit Cta(unsigned threads) : all(threads), waves(threads / wave_size) {}
     Barrier all;
     std::vector<Wave> waves;
+    std::array<std::uint32_t, 1024> shared_memory{};
 };
 
 struct Rank {
@@ -76,16 +77,45 @@ struct Rank {
     std::array<std::vector<std::unique_ptr<Cta>>, 2> ctas;
 };
 
+/// See TIME.
+class Clock {
+public:
+    /// Where a thread stands: the tick in which it last looked.
+    using Looked = std::atomic<std::uint64_t>;
+    static constexpr std::uint64_t never_looks = ~std::uint64_t{0};  ///< blocked, or gone
+
+    explicit Clock(std::size_t threads) : looked_(threads) {}
+    Looked& looked(std::size_t thread) { return looked_[thread]; }
+
+    std::uint64_t tick() const { return tick_; }
+    /// The tick, which goes on if all have looked in it.
+    std::uint64_t look_around() {
+        std::uint64_t now = tick_;
+        for (const Looked& l : looked_) {
+            if (l.load(std::memory_order_relaxed) < now) return now;
+        }
+        tick_.compare_exchange_strong(now, now + 1);
+        return now;
+    }
+
+private:
+    std::atomic<std::uint64_t> tick_{1};
+    std::vector<Looked> looked_;
+};
+
 /// A thread of the emulated grid, and its view of the rank's stream.
 class Thread final : public Neighbours, public Stream {
 public:
-    Thread(Rank& rank, unsigned cta, unsigned thread) : rank_(rank), cta_index_(cta), thread_(thread) {}
+    Thread(Rank& rank, unsigned cta, unsigned thread, Clock& clock, Clock::Looked& looked)
+        : rank_(rank), cta_index_(cta), thread_(thread), clock_(clock), looked_(looked) {
+        neighbours = this;
+    }
+    ~Thread() override { looked_ = Clock::never_looks; }
 
     void launch(Grid grid, const std::function<void()>& kernel) override {
         ++launches_;
         if (cta_index_ < grid.ctas && thread_ < grid.threads) {
             blockIdx.x = cta_index_, gridDim.x = grid.ctas, threadIdx.x = thread_, blockDim.x = grid.threads;
-            neighbours = this;
             kernel();
         }
         wave().values[thread_ % wave_size] = 0;  // of a thread that has left, sums take nothing
@@ -94,8 +124,14 @@ public:
         ended_.emplace(rank_.kernel_ends.arrive());
     }
 
-    void sync_cta() override { cta().all.sync(); }
-    void sync_wave() override { wave().all.sync(); }
+    void sync_cta() override {
+        const Blocked blocked;
+        cta().all.sync();
+    }
+    void sync_wave() override {
+        const Blocked blocked;
+        wave().all.sync();
+    }
     std::uint32_t sum_over_wave(std::uint32_t value) override {
         wave().values[thread_ % wave_size] = value;
         sync_wave();
@@ -104,8 +140,17 @@ public:
         sync_wave();  // before anybody writes again
         return sum;
     }
+    void let_others_run() override {
+        looked_.store(clock_.tick(), std::memory_order_relaxed);
+        std::this_thread::yield();
+    }
+    std::uint64_t clock_ns() override { return clock_.look_around() * tick_ns; }
+    void block() { looked_ = Clock::never_looks; }
+    void unblock() { looked_ = 0; }
+    std::uint32_t* shared_memory() override { return cta().shared_memory.data(); }
     void dependency_wait() override {
         if (!ended_) return;
+        const Blocked blocked;
         rank_.kernel_ends.wait(std::move(*ended_));
         ended_.reset();
     }
@@ -116,11 +161,20 @@ private:
 
     Rank& rank_;
     unsigned cta_index_, thread_;
+    Clock& clock_;
+    Clock::Looked& looked_;
     unsigned launches_ = 0;
     std::optional<std::barrier<>::arrival_token> ended_;  ///< of the kernel before, while nobody has waited for its end
 };
 
 }  // namespace
+
+Blocked::Blocked() {
+    static_cast<Thread*>(neighbours)->block();
+}
+Blocked::~Blocked() {
+    static_cast<Thread*>(neighbours)->unblock();
+}
 
 void RankMemory::Free::operator()(std::byte* p) const {
     ::operator delete[](p, alignment);
@@ -149,11 +203,15 @@ Exchange Windows::exchange(int rank, std::uint64_t timeout_ns) const {
 void run(int world, Grid largest, const std::function<void(int rank, Stream& stream)>& program) {
     std::vector<std::unique_ptr<Rank>> ranks;
     for (int r = 0; r < world; ++r) ranks.push_back(std::make_unique<Rank>(largest));
+    const std::size_t of_rank = largest.ctas * largest.threads;
+    Clock clock(static_cast<std::size_t>(world) * of_rank);
     std::vector<std::jthread> threads;
     for (int r = 0; r < world; ++r) {
-        for (unsigned i = 0; i < largest.ctas * largest.threads; ++i) {
+        for (unsigned i = 0; i < of_rank; ++i) {
             threads.emplace_back([&, r, i] {
-                Thread thread(*ranks[static_cast<std::size_t>(r)], i / largest.threads, i % largest.threads);
+                const auto rank = static_cast<std::size_t>(r);
+                Thread thread(*ranks[rank], i / largest.threads, i % largest.threads, clock,
+                              clock.looked(rank * of_rank + i));
                 program(r, thread);
             });
         }

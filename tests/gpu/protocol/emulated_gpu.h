@@ -4,6 +4,9 @@
 // Every thread of every rank's largest grid is one OS thread that goes through the same calls. A rank's stream is in order:
 // a kernel's threads may start while the kernel before still runs (as with dependent launch), and `dependency_wait` holds
 // them until it has ended.
+//
+// TIME is counted, not measured: a tick is over when every thread that could do anything has looked in vain at what it waits
+// for. However slow a machine, a rank that is there is never late; and a wait of many ticks for one that is not there ends.
 #pragma once
 
 #include <cstddef>
@@ -63,6 +66,18 @@ public:
     void launch_in_order(Grid grid, const std::function<void()>& kernel) {
         launch(grid, [&] { gpu::dependency_wait(), kernel(); });
     }
+};
+
+inline constexpr std::uint64_t tick_ns = 1 << 14;
+
+/// While it lives, the calling thread waits for others of its CTA, and time does not wait for it. For barriers of a test's
+/// own.
+class Blocked {
+public:
+    Blocked();
+    ~Blocked();
+    Blocked(const Blocked&) = delete;
+    Blocked& operator=(const Blocked&) = delete;
 };
 
 /// Runs `program(rank, stream)` on every thread of `largest`, for every rank; returns when all have ended.

@@ -1,7 +1,8 @@
 // The protocol under Relacy: small grids of two and three ranks make a few calls whose rows shrink and grow, and every
 // execution that Relacy thinks of must give the plain sum, store nothing in no order, and end.
 //
-//     protocol_model [factor [model]]    factor: times the usual number of executions; one line a model; exit 1 if one failed
+//     protocol_model [factor [model]]    factor: times the usual number of executions; one line a model; exit 1 if one
+//     failed
 #include <algorithm>
 #include <cstdlib>
 #include <iostream>
@@ -84,7 +85,8 @@ struct Grids : rl::test_suite<Derived, world * ctas * waves * world>, model::Nei
         }
         for (std::size_t w = 0; w < std::size(words); ++w) {
             const std::size_t in_rank = w % words_of_rank;
-            words[w].store(in_rank < control_words ? 0 : Derived::first_word((in_rank - control_words) * 4), rl::mo_relaxed, $);
+            words[w].store(in_rank < control_words ? 0 : Derived::first_word((in_rank - control_words) * 4), rl::mo_relaxed,
+                           $);
         }
         for (auto& b : kernel_ends) b.reset(of_rank);
         for (auto& b : cta_barriers) b.reset(of_cta);
@@ -140,8 +142,8 @@ void add_summands(float (&sum)[U::size], int call, int place) {
 void compare(const char* what, int rank, int call, int row, uint4 got, const float (&sum)[U::size]) {
     const uint4 want = U::canonical(U::pack(sum));
     if (got.x != want.x || got.y != want.y || got.z != want.z || got.w != want.w) {
-        model::fail("wrong: rank %d, call %d, row %d, %s: %08x %08x %08x %08x instead of %08x %08x %08x %08x", rank, call, row,
-                    what, got.x, got.y, got.z, got.w, want.x, want.y, want.z, want.w);
+        model::fail("wrong: rank %d, call %d, row %d, %s: %08x %08x %08x %08x instead of %08x %08x %08x %08x", rank, call,
+                    row, what, got.x, got.y, got.z, got.w, want.x, want.y, want.z, want.w);
     }
 }
 
@@ -187,15 +189,15 @@ struct AllReduceModel : Grids<AllReduceModel<stages>, 2, 1> {
     }
 };
 
-/// The fused tail: one CTA a rank, a wave for each role; rows of one unit of latents and one of columns from each rank.
-struct FusedTailModel : Grids<FusedTailModel, 1, 3> {
-    static constexpr int calls = std::size(rows_of_call);
+/// The fused tail: two CTAs a rank, a wave for each role; rows of one unit of latents and one of columns from each rank.
+struct FusedTailModel : Grids<FusedTailModel, 2, 3> {
+    static constexpr int calls = std::size(rows_of_call), ctas = 2;
     struct NamedBarrier : Barrier<all> {};
     struct Shared {
         float latents[most_rows][U::size], columns[most_rows][U::size];
         NamedBarrier squares_ready, shared_ready;
     };
-    Shared shared[world];
+    Shared shared[world][ctas];
     uint4 routed[world][calls][most_rows], partials[world][calls][most_rows][world], out[world][calls][most_rows][world];
 
     static int place_of(int row, int column_owner) { return 2 + most_rows * column_owner + row; }
@@ -204,11 +206,12 @@ struct FusedTailModel : Grids<FusedTailModel, 1, 3> {
     }
     void begin() {
         for (int r = 0; r < world; ++r) {
-            shared[r].squares_ready.reset(2 * world), shared[r].shared_ready.reset(2 * world);
+            for (Shared& cta : shared[r]) cta.squares_ready.reset(2 * world), cta.shared_ready.reset(2 * world);
             for (int c = 0; c < calls; ++c) {
                 for (int m = 0; m < most_rows; ++m) {
                     routed[r][c][m] = summand(r, c, m);
-                    for (int o = 0; o < world; ++o) partials[r][c][m][o] = summand(r, c, place_of(m, o)), out[r][c][m][o] = {};
+                    for (int o = 0; o < world; ++o)
+                        partials[r][c][m][o] = summand(r, c, place_of(m, o)), out[r][c][m][o] = {};
                 }
             }
         }
@@ -220,11 +223,12 @@ struct FusedTailModel : Grids<FusedTailModel, 1, 3> {
         const fused::Params p = small_fused::params(fused_shape, exchange(), rows_of_call[call], rows_at(routed[rank][call]),
                                                     rows_at(partials[rank][call]), rows_at(out[rank][call]));
         const Cta cta(p, 0);
+        Shared& mine = shared[rank][model::self().cta];
         if (p.tokens == 0) return fused::take_part(cta, thread, of_cta);
         switch (thread / world) {
-            case 0: return small_fused::protocol(cta, shared[rank], thread);
-            case 1: return small_fused::math(cta, shared[rank], thread % world, world);
-            default: return small_fused::gather(cta, shared[rank], thread % world, world);
+            case 0: return small_fused::protocol(cta, mine, thread);
+            case 1: return small_fused::math(cta, mine, thread % world, world);
+            default: return small_fused::gather(cta, mine, thread % world, world);
         }
     }
     void after() {

@@ -2,9 +2,10 @@
 // state, the re-arming, the headers and the gathering of columns are the kernel's own (fused_tail_mailboxes.cuh); what it
 // does between them with tensor cores, clusters and bulk copies is replaced by a sum:
 //
-//     out[m, columns of r] = round(Σ_ranks latents[m] + Σ_ranks shared[m, columns of r])        unit by unit
+//     out[m, unit u of r] = round(Σ_ranks latents[m, unit u mod L / 8] + Σ_ranks shared[m, unit u of r])
 //
-// The roles of a CTA, and the two named barriers between them, are those of fused_tail.cu:
+// Every CTA gathers all latents, as every cluster does; what is sent and finished is dealt to the CTAs. The roles of a CTA,
+// and the two named barriers between them, are those of fused_tail.cu:
 //
 //     protocol   epoch, state ── squares_ready ──▶ headers
 //     math       latents, shared slices ─▶ peers                          ── shared_ready ──▶ columns ─▶ peers; state
@@ -80,6 +81,13 @@ void sum_of_ranks(const Cta& cta, PeerWait& wait, Phase phase, uint4 own, Box bo
     }
 }
 
+/// Calls `body(i)` for the units i of `count` that are this thread's, if CTAs share them.
+template <class Body>
+void for_units_of_cta(int count, int thread, int threads, Body body) {
+    for (int i = static_cast<int>(blockIdx.x) * threads + thread; i < count; i += static_cast<int>(gridDim.x) * threads)
+        body(i);
+}
+
 /// `Shared` is what the roles of a CTA share: `latents[i]`, `columns[i]` (float[U::size], by unit), `squares_ready` and
 /// `shared_ready` (barriers with `arrive()` and `sync()`).
 template <class Cta, class Shared>
@@ -87,6 +95,7 @@ void protocol(const Cta& cta, Shared& shared, int lane) {
     dependency_wait();
     const auto epoch = load_relaxed<Scope::device>(&control(cta.p.exchange).epoch[blockIdx.x]);
     const State state = fused::load_state(cta.p);
+    store_shared(fused::Barriers::epoch, epoch);
     sync_wave();
     shared.squares_ready.arrive();
     fused::keep_protocol(cta.p, epoch, state.rows & 1, lane);
@@ -98,25 +107,26 @@ void math(const Cta& cta, Shared& shared, int thread, int threads) {
     dependency_wait();
     const State state = fused::load_state(p);
     const Slot<Cta> slot(cta, state.slot);
-    for (int i = thread; i < p.tokens * p.latent_units; i += threads) {
+    for_units_of_cta(p.tokens * p.latent_units, thread, threads, [&](int i) {
         const uint4 value = U::canonical(load16(p.routed.at(i / p.latent_units, i % p.latent_units)));
         fused::for_each_peer(cta, [&](int peer) { store_relaxed(slot.latents_to(peer) + i, value); });
-    }
+    });
     fused::for_each_peer(cta, [&](int peer) {
-        for (int i = thread; i < p.tokens * p.column_units; i += threads) {
+        for_units_of_cta(p.tokens * p.column_units, thread, threads, [&](int i) {
             const uint4* from = p.shared.at(i / p.column_units, peer * p.column_units + i % p.column_units);
             store_relaxed(slot.shared_to(peer) + i, U::canonical(load16(from)));
-        }
+        });
     });
     shared.shared_ready.sync();
-    for (int i = thread; i < p.tokens * p.column_units; i += threads) {
+    for_units_of_cta(p.tokens * p.column_units, thread, threads, [&](int i) {
         const int row = i / p.column_units, unit = i % p.column_units;
         float sum[U::size];
-        for (int e = 0; e < U::size; ++e) sum[e] = shared.latents[row * p.latent_units][e] + shared.columns[i][e];
+        for (int e = 0; e < U::size; ++e)
+            sum[e] = shared.latents[row * p.latent_units + unit % p.latent_units][e] + shared.columns[i][e];
         const uint4 value = U::canonical(U::pack(sum));
         fused::for_each_peer(cta, [&](int peer) { store_relaxed(slot.columns_to(peer) + i, value); });
         store16(p.out.at(row, p.rank * p.column_units + unit), value);
-    }
+    });
     if (thread < static_cast<int>(wave_size)) fused::store_state(p, state, thread);
 }
 
@@ -136,16 +146,16 @@ void gather(const Cta& cta, Shared& shared, int thread, int threads) {
         for (int e = 0; e < U::size; ++e) shared.latents[i][e] = sum[e];
         digest += digest_of(U::pack(sum), i);
     }
-    fused::add_digest(p, state, digest);
+    if (blockIdx.x == 0) fused::add_digest(p, state, digest);
     shared.squares_ready.sync();
-    for (int i = thread; i < p.tokens * p.column_units; i += threads) {
+    for_units_of_cta(p.tokens * p.column_units, thread, threads, [&](int i) {
         const uint4 own =
             U::canonical(load16(p.shared.at(i / p.column_units, p.rank * p.column_units + i % p.column_units)));
         float sum[U::size] = {};
         sum_of_ranks(
             cta, wait, Phase::scatter, own, [&](int source) { return slot.shared_from(source) + i; }, sum);
         for (int e = 0; e < U::size; ++e) shared.columns[i][e] = sum[e];
-    }
+    });
     shared.shared_ready.arrive();
     fused::rearm(cta, state, threads - 1 - thread, threads);
     fused::gather_columns(cta, slot, wait, thread, threads);

@@ -47,7 +47,7 @@ namespace latent_moe::gpu {
 
 namespace model {
 
-inline constexpr int most_threads = 32;
+inline constexpr int most_threads = 54;
 inline constexpr int most_words = 4096;
 inline constexpr int most_ranks = 3;
 inline constexpr int most_headers = 256;
@@ -94,7 +94,7 @@ struct Machine {
     uint4 headers[most_headers];  ///< every 16-byte value there was: the atomic holds its index
     std::uint32_t header_count;
     std::uint32_t stores;  ///< so far: the next one's version
-    char fault[160];  ///< what was found, for people
+    char fault[160];       ///< what was found, for people
 };
 inline Machine machine;
 
@@ -119,7 +119,8 @@ inline std::size_t index_of(const void* address) {
     const std::size_t rank = at / machine.bytes_of_rank, offset = at % machine.bytes_of_rank;
     const bool control = offset < machine.control_bytes;
     const std::size_t word = control ? offset / 4 : machine.control_words + (offset - machine.control_bytes) / 4;
-    if (rank >= most_ranks || offset % 4 != 0 || word >= (control ? machine.control_words : machine.control_words + machine.slot_words)) {
+    if (rank >= most_ranks || offset % 4 != 0 ||
+        word >= (control ? machine.control_words : machine.control_words + machine.slot_words)) {
         fail("outside: rank %d touches memory that is no window", self().rank);
     }
     return rank * (machine.control_words + machine.slot_words) + word;
@@ -129,7 +130,8 @@ inline void touch(std::size_t word, bool device_scope) {
     LastStore& last = machine.last[word];
     last.ranks |= 1U << self().rank;
     last.device_scope |= device_scope;
-    if (last.device_scope && (last.ranks & (last.ranks - 1)) != 0) fail("scope: a word that two ranks touch, at device scope");
+    if (last.device_scope && (last.ranks & (last.ranks - 1)) != 0)
+        fail("scope: a word that two ranks touch, at device scope");
 }
 
 inline std::uint32_t load(std::size_t word, rl::memory_order order, bool device_scope) {
@@ -303,8 +305,7 @@ void add_relaxed(std::uint32_t* at, std::uint32_t value) {
     const std::uint32_t version = ++model::machine.stores;
     std::uint64_t before = model::machine.words[word].debug_value();
     while (!model::machine.words[word].compare_exchange_strong(
-        before, model::versioned(version, static_cast<std::uint32_t>(before) + value), rl::mo_relaxed, $)) {
-    }
+        before, model::versioned(version, static_cast<std::uint32_t>(before) + value), rl::mo_relaxed, $)) {}
     model::note_store(model::machine.last[word], version);
 }
 
@@ -313,6 +314,8 @@ template <class T>
 T load_shared(std::uint32_t) {
     return {};
 }
+template <class T>
+void store_shared(std::uint32_t, T) {}
 
 template <Scope scope = Scope::system>
 void fence() {
