@@ -1,4 +1,5 @@
-// The fused tail's exchange on host threads: each rank two CTAs of a wave for every role. Bits are compared with a plain sum.
+// The fused tail's exchange on host threads: each rank two CTAs of a wave for every role. Bits are compared with a plain
+// sum.
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -55,14 +56,14 @@ struct Tensors {
     std::vector<uint4> shared, out;
     Roles roles[ctas];
     std::atomic<int> wrong{0};
-    explicit Tensors(int world)
-        : shared(static_cast<std::size_t>(capacity * column_units * world)), out(shared) {}
+    explicit Tensors(int world) : shared(static_cast<std::size_t>(capacity * column_units * world)), out(shared) {}
 };
 
 /// What a rank adds: any finite bits, the sentinel among them.
 uint4 summand(int rank, std::uint32_t call, std::uint32_t unit) {
     const auto word = [&](std::uint32_t i) {
-        std::uint32_t bits = (call * 7919 + static_cast<std::uint32_t>(rank) * 104729 + (4 * unit + i) * 15485863) * 0x9e3779b1u;
+        std::uint32_t bits =
+            (call * 7919 + static_cast<std::uint32_t>(rank) * 104729 + (4 * unit + i) * 15485863) * 0x9e3779b1u;
         bits ^= bits >> 15;
         return bits % 11 == 0 ? U::sentinel().x : bits & 0xbfffbfff;
     };
@@ -88,8 +89,9 @@ protected:
         const auto rows_of = [](std::vector<uint4>& units, int row_units) {
             return UnitRows{reinterpret_cast<char*>(units.data()), std::int64_t{16} * row_units};
         };
-        const fused::Params p = small_fused::params(shape, windows.exchange(rank, timeout_ns), rows, rows_of(t.routed, latent_units),
-                                                    rows_of(t.shared, column_units * world), rows_of(t.out, column_units * world));
+        const fused::Params p =
+            small_fused::params(shape, windows.exchange(rank, timeout_ns), rows, rows_of(t.routed, latent_units),
+                                rows_of(t.shared, column_units * world), rows_of(t.out, column_units * world));
         stream.launch({ctas, waves * wave}, [&] {
             if (world == 2) {
                 run_role(small_fused::Cta<2>(p, 0), t);
