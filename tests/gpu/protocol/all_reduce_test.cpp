@@ -11,7 +11,7 @@ namespace {
 
 using namespace small;
 
-#ifdef __SANITIZE_THREAD__
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr int calls_of_all_ranks = 80;  // a call costs ten times as much
 #else
 constexpr int calls_of_all_ranks = 600;

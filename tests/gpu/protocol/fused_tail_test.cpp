@@ -26,7 +26,7 @@ using U = fused::U;
 constexpr unsigned ctas = 2, waves = 3, wave = wave_size;
 constexpr int capacity = 10, latent_units = 3, column_units = 2;
 constexpr std::uint64_t soon = 400 * emulated::tick_ns, an_hour = 3'600'000'000'000;
-#ifdef __SANITIZE_THREAD__
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr unsigned calls_of_all_ranks = 1536 / wave, most_ranks = 3;  // a call costs ten times as much
 #else
 constexpr unsigned calls_of_all_ranks = 12800 / wave, most_ranks = 4;
