@@ -205,9 +205,9 @@ public:
         if (half_stream_ && *half_stream_ != static_cast<cudaStream_t>(stream))
             check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), half_event_.get(), 0), "the order of calls");
         half_stream_.reset();
-        // Kernels that wait for their predecessor hold places that a rank beside them may need.
-        const bool overlaps = identity.is_tail && !topology_.shares_devices();
-        main_->set_call(static_cast<cudaStream_t>(stream), identity, overlaps);
+        // Kernels that wait for their predecessor hold places that a rank or a context beside them may need.
+        overlaps_ = identity.is_tail && !topology_.shares_devices() && reservation_.may_start_early();
+        main_->set_call(static_cast<cudaStream_t>(stream), identity, overlaps_);
         // Where ranks share a GPU their lanes take turns. With lanes of several ranks waiting for each other on one GPU, a
         // launch was seen to stay behind another rank's wait until that timed out (large messages, 2 to 4 ranks a GPU).
         side_->set_call(topology_.shares_devices() ? main_->stream() : side_stream_.get(), identity, false);
@@ -264,8 +264,7 @@ public:
         exchange.layer = static_cast<std::int32_t>(identity_.layer);
         exchange.tail = static_cast<std::uint32_t>(Tail::fused);
         TailCall here = call;
-        // A kernel that waits beside another rank's could keep out what that rank waits for.
-        if (topology_.shares_devices()) here.starts_early = here.releases_early = false;
+        if (!overlaps_) here.starts_early = here.releases_early = false;
         fused_->run(here, layer, exchange, main_->stream());
     }
 
@@ -463,6 +462,7 @@ private:
     std::unique_ptr<PeerMemory> peer_memory_;
     std::unique_ptr<NcclExchange> nccl_exchange_;
     GridReservation reservation_;
+    bool overlaps_ = false;  // kernels of the present call may start early
     std::optional<GpuLane> main_;
     std::optional<GpuLane> side_;
     std::optional<FusedPart> fused_;

@@ -16,9 +16,14 @@ public:
     GridReservation& operator=(GridReservation&& other) noexcept;
     ~GridReservation();
 
+    /// Whether kernels may start before their predecessors have ended (grid_registry.h). Once true it stays true.
+    bool may_start_early() noexcept;
+
 private:
     int device_ = -1;
     int ctas_ = 0;
+    int room_ = 0;
+    bool starts_early_ = false;
 };
 
 /// CTAs of the lanes of one of `sharing` ranks on a device: half of the room, which leaves the rest to a second context, or
