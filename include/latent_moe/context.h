@@ -31,11 +31,28 @@ class ContextAccess;  // private
 /// A GPU stream of the backend's own type, or null for its default stream. On the CPU work is done when a call returns.
 using Stream = void*;
 
+/// The experts' un-combined rows, in place of `routed`: the tail combines them as its first step, for each token t
+///
+///     routed[t] = Σ_j weights[t, j] · rows[map[t, j]],   j in order, in float32, rounded once
+///
+/// where an entry of the map below 0 drops its slot. The map's entries must be below `count`; on a GPU, where they cannot be
+/// checked, one that is not makes its token's row NaN.
+struct DeferredRows {
+    ConstRows rows;                     ///< [count, latent] in the activation dtype; the stride may be larger
+    std::int64_t count = 0;             ///< rows that there are
+    std::int64_t slots = 0;             ///< experts of a token
+    const void* weights = nullptr;      ///< [tokens, slots], contiguous
+    Dtype weight_dtype = Dtype::f32;    ///< bf16 or f32
+    const std::int32_t* map = nullptr;  ///< [tokens, slots], contiguous
+};
+
 /// The inputs of one call, `tokens` rows each, in the shape's activation dtype. Read only by the work that the call
 /// enqueues; never written unless `consume_shared` says so.
 struct TailInput {
-    ConstRows routed;  ///< [tokens, latent]: this rank's summand
-    ConstRows shared;  ///< [tokens, hidden]: as `Options::shared` says; null when absent
+    ConstRows routed;                        ///< [tokens, latent]: this rank's summand
+    const DeferredRows* deferred = nullptr;  ///< in place of `routed`, in a context with `Options::deferred_finalize`; read
+                                             ///< by the call itself, so it may be gone afterwards
+    ConstRows shared;                        ///< [tokens, hidden]: as `Options::shared` says; null when absent
     ConstRows prefix;  ///< [tokens, hidden]: added last, in the activation dtype; the same on every rank; may be null. For a
                        ///< sequence-parallel context this rank's own rows of it, like `out`
     std::int64_t tokens = 0;      ///< 0 is a call like any other: every rank must make it

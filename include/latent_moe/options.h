@@ -28,6 +28,12 @@ struct Options {
     bool expert_parallel = false;  ///< the ranks are an expert-parallel group: they split experts, not columns, so `shared`
                                    ///< is usually already reduced. The bootstrap is that of the group that is summed over
 
+    bool deferred_finalize = false;  ///< calls may hand over `DeferredRows`: room for `max_tokens` combined rows is kept
+    bool batch_invariant = false;    ///< a row's bits depend neither on the number of tokens nor on its neighbours. One tail
+                                     ///< runs every call (`tail`, or the plan's choice), and products go slower: see
+                                     ///< docs/numerics.md for the price
+    bool float8_weights = false;     ///< pack W_up as e4m3 with a scale a row, whatever is given: half the bytes of bf16
+
     int cpu_threads = 0;    ///< CPU backend: worker threads of this rank; 0: the machine's cores shared among local ranks
     int device = -1;        ///< GPU backend: the device of this rank; -1: rank modulo the number of devices
     int reserved_sms = 16;  ///< GPU backend: multiprocessors that kernels which wait for peers leave to others

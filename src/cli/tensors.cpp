@@ -23,27 +23,6 @@ float weight_deviation(std::int64_t latent) {
     return 1 / std::sqrt(static_cast<float>(latent));
 }
 
-/// The nearest of the 127 magnitudes; ties go to the even code.
-std::uint8_t e4m3_from_float(float value) {
-    static const std::array<float, 127> magnitudes = [] {
-        std::array<float, 127> values{};
-        for (std::size_t code = 0; code < values.size(); ++code)
-            values[code] = float_from_e4m3(static_cast<std::uint8_t>(code));
-        return values;
-    }();
-    const float magnitude = std::abs(value);
-    const auto above = std::lower_bound(magnitudes.begin(), magnitudes.end(), magnitude);
-    auto code = static_cast<std::size_t>(above - magnitudes.begin());
-    if (code == magnitudes.size()) {
-        code = magnitudes.size() - 1;
-    } else if (code > 0) {
-        const float up = magnitudes[code] - magnitude;
-        const float down = magnitude - magnitudes[code - 1];
-        if (down < up || (down == up && code % 2 == 1)) --code;
-    }
-    return static_cast<std::uint8_t>(code | (std::signbit(value) ? 0x80U : 0U));
-}
-
 /// `name` of /proc/meminfo in bytes, or infinity.
 double meminfo(const std::string& name) {
     std::ifstream file("/proc/meminfo");

@@ -55,6 +55,29 @@ void require_no_overlap(const char* input_name, const ConstMatrix& input, const 
     }
 }
 
+DeferredMatrix deferred_matrix(const DeferredRows& deferred, std::int64_t tokens, const Shape& shape) {
+    if (deferred.slots < 1 || deferred.slots > max_slots)
+        refuse(fmt::format("deferred slots is {}, expected 1 to {}", deferred.slots, max_slots));
+    if (deferred.count < 0) refuse(fmt::format("the count of the deferred rows is {}, expected at least 0", deferred.count));
+    if (deferred.weight_dtype != Dtype::bf16 && deferred.weight_dtype != Dtype::f32)
+        refuse(fmt::format("the deferred weights are {}, expected bf16 or f32", name(deferred.weight_dtype)));
+    if (tokens > 0 && deferred.weights == nullptr) refuse("the deferred weights are null");
+    if (tokens > 0 && deferred.map == nullptr) refuse("the deferred row map is null");
+    return {.rows = const_matrix("deferred rows", deferred.rows, deferred.count, shape.latent, shape.activations),
+            .weights = static_cast<const std::byte*>(deferred.weights),
+            .weight_dtype = deferred.weight_dtype,
+            .map = deferred.map,
+            .slots = deferred.slots};
+}
+
+void require_map(const DeferredMatrix& deferred, std::int64_t tokens) {
+    for (std::int64_t at = 0; at < tokens * deferred.slots; ++at) {
+        if (deferred.map[at] < deferred.rows.rows) continue;
+        refuse(fmt::format("the deferred row map says {} for slot {} of token {}, expected below {}", deferred.map[at],
+                           at % deferred.slots, at / deferred.slots, deferred.rows.rows));
+    }
+}
+
 void validate(const Options& options, const Shape& shape, int world) {
     if (world < 1 || world > max_world) refuse(fmt::format("world is {}, expected 1 to {}", world, max_world));
     if (options.max_tokens < 1 || options.max_tokens > max_tokens_limit) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/deferred.h"
 #include "core/matrix.h"
 #include "latent_moe/context.h"
 #include "latent_moe/options.h"
@@ -21,6 +22,10 @@ Matrix matrix(const char* what, const Rows& rows, std::int64_t count, std::int64
 /// Refuses an output that overlaps an input, unless it is exactly that input (same first element and stride) and
 /// `may_be_same`.
 void require_no_overlap(const char* input_name, const ConstMatrix& input, const Matrix& out, bool may_be_same);
+
+/// The caller's un-combined rows. `require_map` looks at every entry of the map, which must be host memory.
+DeferredMatrix deferred_matrix(const DeferredRows& deferred, std::int64_t tokens, const Shape& shape);
+void require_map(const DeferredMatrix& deferred, std::int64_t tokens);
 
 void validate(const Options& options, const Shape& shape, int world);
 void validate(const WeightView& view, const Shape& shape, int world, const void* gamma);

@@ -16,6 +16,7 @@
 #include "context/call_checks.h"
 #include "context/context_access.h"
 #include "core/agreement.h"
+#include "core/deferred.h"
 #include "core/partition.h"
 #include "core/planner.h"
 #include "latent_moe/version.h"
@@ -37,6 +38,7 @@ public:
           options(options_),
           backend(entry.make(shape, bootstrap, options)),
           row_alignment(backend->capabilities().row_alignment),
+          host_memory(backend->capabilities().host_memory),
           planner(shape, bootstrap.world, options, backend->capabilities()) {}
 
     const Shape shape;
@@ -44,6 +46,7 @@ public:
     const Options options;
     const std::unique_ptr<Backend> backend;
     const std::int64_t row_alignment;
+    const bool host_memory;
     const Planner planner;
     std::vector<LayerEntry> layers;
     bool sealed = false;
@@ -167,8 +170,19 @@ void describe(Agreement& agreement, const Shape& shape, const Options& options, 
     agreement.field("shared", name(options.shared));
     agreement.field("sequence_parallel", fmt::format("{}", options.sequence_parallel));
     agreement.field("expert_parallel", fmt::format("{}", options.expert_parallel));
+    agreement.field("deferred_finalize", fmt::format("{}", options.deferred_finalize));
+    agreement.field("batch_invariant", fmt::format("{}", options.batch_invariant));
+    agreement.field("float8_weights", fmt::format("{}", options.float8_weights));
     agreement.field("cpu_threads", fmt::format("{}", options.cpu_threads));
     agreement.field("reserved_sms", fmt::format("{}", options.reserved_sms));
+}
+
+/// Refuses options that this backend does not serve.
+void require_served(const Options& options, const Capabilities& capabilities) {
+    if (options.batch_invariant && !capabilities.no_batch_invariance.empty())
+        throw Error(StatusCode::unsupported, "batch_invariant: " + capabilities.no_batch_invariance);
+    if (options.float8_weights && !capabilities.no_float8_packing.empty())
+        throw Error(StatusCode::unsupported, "float8_weights: " + capabilities.no_float8_packing);
 }
 
 /// What a step of set-up threw, as the text that the other ranks are told.
@@ -233,6 +247,7 @@ Context Context::create(const Shape& shape, const Bootstrap& given, const Option
     agreed_step(bootstrap, Agreement("context creation"), [&] {
         state = std::make_shared<ContextState>(shape, bootstrap, options, *entry);
         state->number = number;
+        require_served(options, state->backend->capabilities());
         if (options.tail && !state->planner.allowed(*options.tail, 0)) {
             throw Error(StatusCode::unsupported, fmt::format("tail {} cannot run: {}", name(*options.tail),
                                                              state->planner.refusal(*options.tail, 0)));
@@ -382,13 +397,28 @@ ConstMatrix input_of(const ContextState& state, const TailCall& call, const char
     return input;
 }
 
+/// What a call hands over un-combined, if it does.
+std::optional<DeferredMatrix> checked_deferred(const ContextState& state, const TailCall& call, const TailInput& input) {
+    if (input.deferred == nullptr) return std::nullopt;
+    if (!state.options.deferred_finalize)
+        throw Error(StatusCode::unsupported, "deferred rows are given, but the context's option deferred_finalize is off");
+    if (input.routed.data != nullptr)
+        throw Error(StatusCode::invalid_argument, "routed and deferred rows are given, expected one of them");
+    const DeferredMatrix deferred = deferred_matrix(*input.deferred, input.tokens, state.shape);
+    require_alignment("deferred rows", deferred.rows, state.row_alignment);
+    require_no_overlap("the deferred rows", deferred.rows, call.out, false);
+    if (state.host_memory) require_map(deferred, input.tokens);
+    return deferred;
+}
+
 TailCall checked_call(const ContextState& state, const PackedLayer& layer, const TailInput& input, const Rows& out) {
     const Shape& shape = state.shape;
     TailCall call = call_into(state, layer, input.tokens, out);
     call.consume_shared = input.consume_shared;
     call.starts_early = input.starts_early;
     call.releases_early = input.releases_early;
-    call.routed = input_of(state, call, "routed", input.routed, call.tokens, shape.latent, false);
+    if (input.deferred == nullptr)
+        call.routed = input_of(state, call, "routed", input.routed, call.tokens, shape.latent, false);
     if (state.options.shared != SharedState::absent) {
         call.shared = input_of(state, call, "shared", input.shared, call.tokens, shape.hidden, !call.stop_before_gather);
     } else if (input.shared.data != nullptr) {
@@ -431,9 +461,11 @@ Status run_tail(ContextState& state, std::size_t index, std::optional<Tail> aske
                           .starts_early = input.starts_early,
                           .releases_early = input.releases_early};
     return state.call(identity, stream, [&](auto begin) {
-        const TailCall call = checked_call(state, *layer.packed, input, out);
+        TailCall call = checked_call(state, *layer.packed, input, out);
+        const std::optional<DeferredMatrix> deferred = checked_deferred(state, call, input);
         identity.tail = tail_to_run(state, asked, input.tokens, false);
         begin();
+        if (deferred) call.routed = state.backend->combine(*deferred, input.tokens);
         const Schedule schedule = portable_schedule(identity.tail);
         if (schedule != nullptr) {
             schedule(*state.backend, call);

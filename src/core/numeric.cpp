@@ -1,31 +1,8 @@
 #include "core/numeric.h"
 
-#include <cmath>
 #include <cstring>
-#include <limits>
 
 namespace latent_moe {
-namespace {
-
-std::array<float, 256> make_e4m3_table() {
-    std::array<float, 256> table{};
-    for (unsigned bits = 0; bits < 256; ++bits) {
-        const unsigned exponent = (bits >> 3) & 15U;
-        const auto mantissa = static_cast<float>(bits & 7U);
-        float magnitude =
-            exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8.0F + mantissa, static_cast<int>(exponent) - 10);
-        if ((bits & 0x7FU) == 0x7FU) magnitude = std::numeric_limits<float>::quiet_NaN();
-        table[bits] = (bits & 0x80U) != 0 ? -magnitude : magnitude;
-    }
-    return table;
-}
-
-}  // namespace
-
-float float_from_e4m3(std::uint8_t bits) noexcept {
-    static const std::array<float, 256> table = make_e4m3_table();
-    return table[bits];
-}
 
 void widen(const void* source, Dtype dtype, float* destination, std::int64_t count) noexcept {
     switch (dtype) {
@@ -44,6 +21,7 @@ void widen(const void* source, Dtype dtype, float* destination, std::int64_t cou
         case Dtype::f32: std::memcpy(destination, source, static_cast<std::size_t>(count) * sizeof(float)); return;
         case Dtype::e4m3: {
             const auto* from = static_cast<const std::uint8_t*>(source);
+#pragma omp simd
             for (std::int64_t i = 0; i < count; ++i) destination[i] = float_from_e4m3(from[i]);
             return;
         }

@@ -46,7 +46,29 @@ inline std::uint16_t f16_from_float(float value) noexcept {
 }
 
 /// e4m3 ("fn": no infinities, 0x7F and 0xFF are NaN). Every value is exact in bf16, f16 and f32.
-float float_from_e4m3(std::uint8_t bits) noexcept;
+inline float float_from_e4m3(std::uint8_t bits) noexcept {
+    // As above: the exponent is rebiased by a multiplication.
+    const std::uint32_t magnitude = static_cast<std::uint32_t>(bits & 0x7FU) << 20;
+    const auto scaled = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) * 0x1p120F);
+    const std::uint32_t finite_or_nan = (bits & 0x7FU) == 0x7FU ? 0x7FC00000U : scaled;
+    return std::bit_cast<float>(finite_or_nan | (static_cast<std::uint32_t>(bits & 0x80U) << 24));
+}
+
+/// The largest finite e4m3 value, which larger ones, and infinities, become.
+inline constexpr float e4m3_max = 448;
+
+inline std::uint8_t e4m3_from_float(float value) noexcept {
+    const auto bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t sign = (bits >> 24) & 0x80U;
+    const std::uint32_t magnitude = bits & 0x7FFFFFFFU;
+    // Below the smallest normal value: adding 2^14 lets the float adder round to the fixed grid of 2^-9.
+    const std::uint32_t subnormal =
+        std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14F) - std::bit_cast<std::uint32_t>(0x1p14F);
+    const std::uint32_t normal = (magnitude + 0x7FFFFU + ((magnitude >> 20) & 1U) - (120U << 23)) >> 20;
+    const std::uint32_t finite = magnitude < 0x3C800000U ? subnormal : normal;
+    const std::uint32_t large = magnitude > 0x7F800000U ? 0x7FU : 0x7EU;
+    return static_cast<std::uint8_t>(sign | (magnitude >= 0x43E00000U ? large : finite));
+}
 
 /// Widens `count` contiguous elements to float, exactly.
 void widen(const void* source, Dtype dtype, float* destination, std::int64_t count) noexcept;

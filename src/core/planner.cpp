@@ -22,7 +22,24 @@ constexpr bool splits_columns(Tail tail) noexcept {
 }  // namespace
 
 Planner::Planner(const Shape& shape, int world, const Options& options, Capabilities capabilities)
-    : shape_(shape), world_(world), options_(options), capabilities_(std::move(capabilities)) {}
+    : shape_(shape), world_(world), options_(options), capabilities_(std::move(capabilities)) {
+    if (!options_.batch_invariant || options_.tail) return;
+    options_.tail = choice_for_all_tokens();
+    kept_to_one_ = true;
+}
+
+/// Tails round differently, so a batch-invariant context keeps to one: the cheapest, for some tokens, of those that can run
+/// any number of them.
+std::optional<Tail> Planner::choice_for_all_tokens() const noexcept {
+    constexpr std::int64_t some_tokens = 64;
+    std::optional<Tail> best;
+    for (int index = 0; index < tail_count; ++index) {
+        const Tail tail = tail_at(index);
+        if (!allowed(tail, 1) || !allowed(tail, options_.max_tokens)) continue;
+        if (!best || cost_us(tail, some_tokens) < cost_us(*best, some_tokens)) best = tail;
+    }
+    return best;
+}
 
 Planner::Gate Planner::gate(Tail tail, std::int64_t tokens) const noexcept {
     if (options_.tail && *options_.tail != tail) return Gate::other_tail_asked;
@@ -67,7 +84,9 @@ std::string Planner::refusal(Tail tail, std::int64_t tokens) const {
         case Gate::fused_kernel: return capabilities_.fused_reason;
         case Gate::sequence_parallel:
             return "a sequence-parallel caller wants its own tokens only: token_parallel stops before the gather";
-        case Gate::other_tail_asked: return fmt::format("the options ask for {} only", name(*options_.tail));
+        case Gate::other_tail_asked:
+            return kept_to_one_ ? fmt::format("a batch-invariant context keeps to one tail, {}", name(*options_.tail))
+                                : fmt::format("the options ask for {} only", name(*options_.tail));
         case Gate::token_limit:
             return fmt::format("{} tokens exceed the limit of {} tokens that the options set for it", tokens,
                                options_.tail_token_limit[static_cast<std::size_t>(tail)]);

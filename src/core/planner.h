@@ -21,8 +21,11 @@ struct Capabilities {
     bool fused = false;
     std::string fused_reason = "this backend has no fused kernel";
     bool dependent_launch = false;   ///< the fused tail may start before the kernel in front of it has ended
-    std::int64_t row_alignment = 1;  ///< bytes: where rows of the caller's must begin
-    bool whole_weights = false;      ///< the whole W_up is on every rank
+    std::int64_t row_alignment = 1;   ///< bytes: where rows of the caller's must begin
+    bool whole_weights = false;       ///< the whole W_up is on every rank
+    bool host_memory = false;         ///< the caller's tensors are host memory, so their values can be checked
+    std::string no_batch_invariance;  ///< why a row's bits depend on the rest of the batch; empty: they need not
+    std::string no_float8_packing;    ///< why weights cannot be packed as e4m3 here; empty: they can
 };
 
 /// Whether a call through this tail may come in two halves (`Layer::begin`).
@@ -62,11 +65,13 @@ private:
     };
 
     Gate gate(Tail tail, std::int64_t tokens) const noexcept;
+    std::optional<Tail> choice_for_all_tokens() const noexcept;
     double cost_us(Tail tail, std::int64_t tokens) const;
 
     Shape shape_;
     int world_;
     Options options_;
+    bool kept_to_one_ = false;  ///< `options_.tail` is the choice for all numbers of tokens, not the caller's
     Capabilities capabilities_;
 };
 

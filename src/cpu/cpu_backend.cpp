@@ -11,7 +11,10 @@
 #include <vector>
 
 #include "comm/transport.h"
+#include "core/deferred.h"
 #include "core/digest.h"
+#include "core/float8_packing.h"
+#include "core/numeric.h"
 #include "core/partition.h"
 #include "cpu/collectives.h"
 #include "cpu/packed_weights.h"
@@ -103,6 +106,14 @@ public:
         });
     }
 
+    void combine(const DeferredMatrix& deferred, const Matrix& out) {
+        workers_.for_each(out.rows, [&](int worker, std::int64_t row) {
+            float* sum = sums_.data() + worker * widest_;
+            combine_row(deferred, row, sum, scratch_.data() + worker * widest_);
+            narrow(sum, out.dtype, out.row(row), out.columns);
+        });
+    }
+
     void copy(const ConstMatrix& in, const Matrix& out) override {
         workers_.for_each(in.rows, [&](int, std::int64_t row) {
             std::memcpy(out.row(row), in.row(row), static_cast<std::size_t>(in.row_bytes()));
@@ -144,17 +155,24 @@ public:
     Capabilities capabilities() const override {
         return {
             .machine = machine_of(workers_.count(), native_bf16_),
-            .weight_element_bytes = 2,
+            .weight_element_bytes = options_.float8_weights ? 1.0 : 2.0,
             .concurrent_lanes = transport_->concurrent_channels(),
             .concurrent_lanes_reason = "these ranks cannot run two collectives at once (MPI needs MPI_THREAD_SERIALIZED)",
             .fused = false,
             .fused_reason = "the cpu backend has no fused kernel",
-            .whole_weights = world_ == 1 || options_.keep_whole_weights};
+            .whole_weights = world_ == 1 || options_.keep_whole_weights,
+            .host_memory = true,
+            .no_batch_invariance = {},
+            .no_float8_packing = {}};
     }
 
     std::unique_ptr<PackedLayer> pack(const WeightView& up_projection, const void* gamma) override {
+        std::optional<Float8Rows> float8;
+        if (options_.float8_weights && up_projection.dtype != Dtype::e4m3)
+            float8 = pack_float8(up_projection, shape_.latent);
         return std::make_unique<CpuPackedLayer>(shape_, even_part(shape_.hidden, world_, rank_),
-                                                capabilities().whole_weights, up_projection, gamma);
+                                                capabilities().whole_weights, float8 ? float8->view() : up_projection,
+                                                gamma);
     }
 
     const void* gamma(const PackedLayer& layer) const noexcept override {
@@ -194,7 +212,9 @@ public:
         latent_.resize(static_cast<std::size_t>(block_tokens_ * shape_.latent) * element);
         product_out_.resize(static_cast<std::size_t>(block_tokens_ * shape_.hidden) * element);
         shared_.resize(product_out_.size());
-        product_.emplace(workers_, block_tokens_, shape_.latent);
+        if (options_.deferred_finalize)
+            combined_.resize(static_cast<std::size_t>(options_.max_tokens * shape_.latent) * element);
+        product_.emplace(workers_, block_tokens_, shape_.latent, Product::Arithmetic::automatic, options_.batch_invariant);
         main_.emplace(*transport_, Channel::main, workers_, &*product_, shape_);
         side_.emplace(*transport_, Channel::side, side_workers_, nullptr, shape_);
         side_worker_.emplace();
@@ -205,12 +225,13 @@ public:
         side_.reset();
         main_.reset();
         product_.reset();
-        for (std::vector<std::byte>* memory : {&latent_, &product_out_, &shared_}) std::vector<std::byte>().swap(*memory);
+        for (std::vector<std::byte>* memory : {&latent_, &product_out_, &shared_, &combined_})
+            std::vector<std::byte>().swap(*memory);
     }
 
     std::size_t workspace_bytes() const noexcept override {
         if (!main_) return 0;
-        return latent_.size() + product_out_.size() + shared_.size() + product_->workspace_bytes() +
+        return latent_.size() + product_out_.size() + shared_.size() + combined_.size() + product_->workspace_bytes() +
                main_->workspace_bytes() + side_->workspace_bytes();
     }
 
@@ -246,6 +267,12 @@ public:
     }
 
     void end_call(const ConstMatrix& out) override { digest_ = out.present() && world_ > 1 ? digest_of(out) : 0; }
+
+    ConstMatrix combine(const DeferredMatrix& deferred, std::int64_t tokens) override {
+        const Matrix out{combined_.data(), tokens, shape_.latent, shape_.latent, shape_.activations};
+        main_->combine(deferred, out);
+        return out;
+    }
 
     Lane& main() override { return *main_; }
 
@@ -305,6 +332,7 @@ private:
     std::vector<std::byte> latent_;
     std::vector<std::byte> product_out_;
     std::vector<std::byte> shared_;
+    std::vector<std::byte> combined_;  // of a whole call
     std::optional<Product> product_;
     std::optional<CpuLane> main_;
     std::optional<CpuLane> side_;

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <new>
 
-#include "core/numeric.h"
 #include "latent_moe/status.h"
 
 namespace latent_moe {
@@ -14,16 +13,10 @@ namespace {
 
 void store_rows(const WeightView& view, std::int64_t first, std::int64_t latent, const Matrix& to) {
     const std::int64_t stride = view.stride == 0 ? latent : view.stride;
-    std::vector<float> row(static_cast<std::size_t>(view.dtype == Dtype::e4m3 ? latent : 0));
     for (std::int64_t i = 0; i < to.rows; ++i) {
         const auto* from = static_cast<const std::byte*>(view.data) +
                            (first + i) * stride * static_cast<std::int64_t>(bytes_of(view.dtype));
-        if (view.dtype == Dtype::e4m3) {
-            widen(from, view.dtype, row.data(), latent);
-            narrow(row.data(), to.dtype, to.row(i), latent);
-        } else {
-            std::memcpy(to.row(i), from, static_cast<std::size_t>(to.row_bytes()));
-        }
+        std::memcpy(to.row(i), from, static_cast<std::size_t>(to.row_bytes()));
     }
 }
 
@@ -35,7 +28,7 @@ CpuPackedLayer::CpuPackedLayer(const Shape& shape, TokenRange own, bool keep_who
       own_(own),
       first_stored_(keep_whole ? 0 : own.first),
       stored_(keep_whole ? shape.hidden : own.count),
-      dtype_(view.dtype == Dtype::e4m3 ? Dtype::bf16 : view.dtype),
+      dtype_(view.dtype),
       scale_(view.scale * shape.routed_scale),
       lacks_rows_(keep_whole && view.rows != shape.hidden) {
     const std::size_t bytes = static_cast<std::size_t>(stored_ * shape.latent) * bytes_of(dtype_);

@@ -1,6 +1,5 @@
-// A layer's weights on the CPU: contiguous rows of W_up as the checkpoint stores them (e4m3 as bf16, which holds it
-// exactly), with the scales beside. The whole W_up and the rank's shard share their memory: the shard is a range of its
-// rows.
+// A layer's weights on the CPU: contiguous rows of W_up as the checkpoint stores them, with the scales beside. The whole
+// W_up and the rank's shard share their memory: the shard is a range of its rows.
 #pragma once
 
 #include <cstddef>

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <map>
 #include <oneapi/dnnl/dnnl.hpp>
@@ -48,8 +49,12 @@ dnnl::memory::desc matrix_desc(std::int64_t rows, std::int64_t columns, DnnlType
 
 class Product::State {
 public:
-    State(Workers& workers, std::int64_t most_tokens, std::int64_t depth, Arithmetic arithmetic)
-        : workers_(workers), depth_(depth), engine_(dnnl::engine::kind::cpu, 0), most_tokens_(most_tokens) {
+    State(Workers& workers, std::int64_t most_tokens, std::int64_t depth, Arithmetic arithmetic, bool row_by_row)
+        : workers_(workers),
+          depth_(depth),
+          engine_(dnnl::engine::kind::cpu, 0),
+          most_tokens_(most_tokens),
+          row_by_row_(row_by_row) {
         native_bf16_ = arithmetic == Arithmetic::automatic && can_multiply_bf16();
         x_.resize(static_cast<std::size_t>(most_tokens * depth));
         for (int worker = 0; worker < workers.count(); ++worker) {
@@ -77,16 +82,19 @@ public:
                         fmt::format("product of [{}, {}] and [{}, {}] into {} columns does not fit", x.rows, x.columns,
                                     weights.rows.rows, weights.rows.columns, out.columns));
         }
-        const bool bf16 = native_bf16_ && x.dtype == Dtype::bf16 && weights.rows.dtype == Dtype::bf16;
+        const bool bf16 = native_bf16_ && x.dtype == Dtype::bf16 &&
+                          (weights.rows.dtype == Dtype::bf16 || weights.rows.dtype == Dtype::e4m3);
         const void* left = bf16 ? packed_bf16(x) : widened(x);
         const std::int64_t columns = weights.rows.rows;
         const std::int64_t blocks = (columns + block_columns - 1) / block_columns;
-        const Primitive& full = primitive(x.rows, std::min(block_columns, columns), bf16);
-        const Primitive& last = primitive(x.rows, columns - (blocks - 1) * block_columns, bf16);
+        const std::int64_t rows_at_once = row_by_row_ ? 1 : x.rows;
+        const Primitive& full = primitive(rows_at_once, std::min(block_columns, columns), bf16);
+        const Primitive& last = primitive(rows_at_once, columns - (blocks - 1) * block_columns, bf16);
         workers_.for_each(blocks, [&](int worker, std::int64_t block) {
             const std::int64_t first = block * block_columns;
             const std::int64_t width = std::min(block_columns, columns - first);
-            multiply(worker, width == block_columns ? full : last, left, weights.rows.row_range(first, width), bf16);
+            multiply(worker, width == block_columns ? full : last, left, x.rows / rows_at_once,
+                     weights.rows.row_range(first, width), bf16);
             finish(worker, x.rows, first, width, weights, epilogue, out);
         });
     }
@@ -156,21 +164,39 @@ private:
         return x_.data();
     }
 
-    void multiply(int worker, const Primitive& with, const void* left, const ConstMatrix& weights, bool bf16) {
+    /// `times` times as many rows as the primitive has.
+    void multiply(int worker, const Primitive& with, const void* left, std::int64_t times, const ConstMatrix& weights,
+                  bool bf16) {
         PerWorker& own = per_worker_[static_cast<std::size_t>(worker)];
         const void* right = weights.data;
-        if (!bf16 && weights.dtype != Dtype::f32) {
+        if (bf16 && weights.dtype == Dtype::e4m3) {
+            narrow_float8(weights, reinterpret_cast<std::uint16_t*>(own.weights.data()));
+            right = own.weights.data();
+        } else if (!bf16 && weights.dtype != Dtype::f32) {
             widen(weights.data, weights.dtype, own.weights.data(), weights.rows * depth_);
             right = own.weights.data();
         }
         const dnnl::memory::desc scratchpad = with.description.scratchpad_desc();
         own.scratchpad.resize(std::max(own.scratchpad.size(), scratchpad.get_size()));
         const OneThread one_thread;
-        with.matmul.execute(own.stream, {{DNNL_ARG_SRC, {with.left, engine_, const_cast<void*>(left)}},
-                                         {DNNL_ARG_WEIGHTS, {with.right, engine_, const_cast<void*>(right)}},
-                                         {DNNL_ARG_DST, {with.product, engine_, own.product.data()}},
-                                         {DNNL_ARG_SCRATCHPAD, {scratchpad, engine_, own.scratchpad.data()}}});
-        own.stream.wait();
+        for (std::int64_t time = 0; time < times; ++time) {
+            const auto* x = static_cast<const std::byte*>(left) + static_cast<std::size_t>(time) * with.left.get_size();
+            float* product = own.product.data() + time * weights.rows;
+            with.matmul.execute(own.stream, {{DNNL_ARG_SRC, {with.left, engine_, const_cast<std::byte*>(x)}},
+                                             {DNNL_ARG_WEIGHTS, {with.right, engine_, const_cast<void*>(right)}},
+                                             {DNNL_ARG_DST, {with.product, engine_, product}},
+                                             {DNNL_ARG_SCRATCHPAD, {scratchpad, engine_, own.scratchpad.data()}}});
+            own.stream.wait();
+        }
+    }
+
+    /// bf16 holds every e4m3 value: the upper half of its float32.
+    static void narrow_float8(const ConstMatrix& from, std::uint16_t* to) noexcept {
+        const auto* bits = reinterpret_cast<const std::uint8_t*>(from.data);
+        const std::int64_t count = from.rows * from.columns;
+#pragma omp simd
+        for (std::int64_t i = 0; i < count; ++i)
+            to[i] = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(float_from_e4m3(bits[i])) >> 16);
     }
 
     void finish(int worker, std::int64_t tokens, std::int64_t first, std::int64_t width, const ProductWeights& weights,
@@ -199,14 +225,15 @@ private:
     std::int64_t depth_;
     dnnl::engine engine_;
     std::int64_t most_tokens_;
+    bool row_by_row_;
     bool native_bf16_ = false;
     std::vector<float> x_;
     std::vector<PerWorker> per_worker_;
     std::map<std::pair<std::int64_t, std::int64_t>, Primitive> primitives_;
 };
 
-Product::Product(Workers& workers, std::int64_t most_tokens, std::int64_t depth, Arithmetic arithmetic)
-    : state_(std::make_unique<State>(workers, most_tokens, depth, arithmetic)) {}
+Product::Product(Workers& workers, std::int64_t most_tokens, std::int64_t depth, Arithmetic arithmetic, bool row_by_row)
+    : state_(std::make_unique<State>(workers, most_tokens, depth, arithmetic, row_by_row)) {}
 Product::~Product() = default;
 
 void Product::run(const ConstMatrix& x, const ProductWeights& weights, const Epilogue& epilogue, const Matrix& out) {

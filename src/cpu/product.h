@@ -2,8 +2,11 @@
 //
 // oneDNN is called by one thread at a time on blocks of a fixed width, whatever the number of workers, and writes contiguous
 // float32: so neither the bits nor the rounding depend on the machine's cores or on what ran before (docs/numerics.md).
-// Where the CPU has bf16 products and all operands are bf16 they are used; elsewhere operands are widened block by block,
-// exactly.
+// Where the CPU has bf16 products and bf16 holds all operands they are used; elsewhere operands are widened to float32.
+// Weights are widened block by block, exactly.
+//
+// Which kernel oneDNN takes depends on the number of tokens, and so do a row's bits. Where they must not, every row is
+// multiplied on its own.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +19,7 @@
 
 namespace latent_moe {
 
-/// W_up's rows as the CPU reads them: contiguous, bf16, f16 or f32, with scales that apply to the product's columns.
+/// W_up's rows as the CPU reads them: contiguous, of any dtype, with scales that apply to the product's columns.
 struct ProductWeights {
     ConstMatrix rows;
     float scale = 1;
@@ -28,7 +31,8 @@ public:
     enum class Arithmetic : std::uint8_t { automatic, widened };
 
     /// `most_tokens`: rows of x at a time; `depth`: columns of x.
-    Product(Workers& workers, std::int64_t most_tokens, std::int64_t depth, Arithmetic arithmetic = Arithmetic::automatic);
+    Product(Workers& workers, std::int64_t most_tokens, std::int64_t depth, Arithmetic arithmetic = Arithmetic::automatic,
+            bool row_by_row = false);
     ~Product();
 
     /// out = T(addend + scale · x·Wᵀ), then T(out + prefix): see `Epilogue`.

@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "core/deferred.h"
 #include "core/partition.h"
 #include "gpu/collective_setup.h"
 #include "gpu/external_tails.h"
@@ -16,6 +17,7 @@
 #include "gpu/fused_part.h"
 #include "gpu/gpu_device.h"
 #include "gpu/kernel_tracer.h"
+#include "gpu/kernels/combine_rows.h"
 #include "gpu/kernels/kernels.h"
 #include "gpu/lane.h"
 #include "gpu/machine.h"
@@ -26,6 +28,7 @@
 #include "gpu/runtime/resources.h"
 #include "gpu/spinning_grids.h"
 #include "gpu/topology.h"
+#include "gpu/views.h"
 #include "gpu/warm_up.h"
 #include "latent_moe/status.h"
 #include "tails/schedule.h"
@@ -95,7 +98,10 @@ public:
                 .fused_reason = fused_.has_value() ? fused_->missing() : "there is one rank",
                 .dependent_launch = !topology_.shares_devices(),
                 .row_alignment = 16,
-                .whole_weights = keeps_whole()};
+                .whole_weights = keeps_whole(),
+                .host_memory = false,
+                .no_batch_invariance = "on a GPU the kernel of a product depends on the number of tokens",
+                .no_float8_packing = "the GPU backend takes e4m3 weights as given, but does not make them yet"};
     }
 
     std::unique_ptr<PackedLayer> pack(const WeightView& up_projection, const void* gamma) override {
@@ -135,6 +141,9 @@ public:
             latent_ = DeviceMemory(static_cast<std::size_t>(block_tokens_ * shape_.latent * element), "workspace");
             product_out_ = DeviceMemory(static_cast<std::size_t>(block_tokens_ * shape_.hidden * element), "workspace");
             shared_ = DeviceMemory(static_cast<std::size_t>(block_tokens_ * shape_.hidden * element), "workspace");
+            if (options_.deferred_finalize)
+                combined_ =
+                    DeviceMemory(static_cast<std::size_t>(options_.max_tokens * shape_.latent * element), "workspace");
             product_->acquire_workspace();
         });
         LaneGrids grids{};
@@ -159,6 +168,7 @@ public:
         side_.emplace(shape_, rank(), world(), lane_parts(side_lane, grids));
         together(bootstrap_, "loading of kernels", [&] {
             warm_up(shape_, main_->parts(), own_rows_.count, records_->record(FaultRecords::loading), setup_stream_.get());
+            if (options_.deferred_finalize) load_combining_kernel();
         });
     }
 
@@ -177,11 +187,12 @@ public:
         latent_ = {};
         product_out_ = {};
         shared_ = {};
+        combined_ = {};
         static_cast<void>(cudaSetDevice(before));
     }
 
     std::size_t workspace_bytes() const noexcept override {
-        return latent_.bytes() + product_out_.bytes() + shared_.bytes() + product_->workspace_bytes() +
+        return latent_.bytes() + product_out_.bytes() + shared_.bytes() + combined_.bytes() + product_->workspace_bytes() +
                (peer_memory_ != nullptr && has_window() ? static_cast<std::size_t>(all_window_bytes()) : 0) +
                (nccl_exchange_ != nullptr ? nccl_exchange_->workspace_bytes() : 0);
     }
@@ -229,6 +240,24 @@ public:
     void order_next_call() override {
         check(cudaEventRecord(half_event_.get(), main_->stream()), "the order of calls");
         half_stream_ = main_->stream();
+    }
+
+    /// One small kernel in front of every tail, `fused` among them, which waits for its end before it reads the rows.
+    ConstMatrix combine(const DeferredMatrix& deferred, std::int64_t tokens) override {
+        const Matrix out{combined_.get(), tokens, shape_.latent, shape_.latent, shape_.activations};
+        check(combine_rows({.x = rows_of(deferred.rows),
+                            .count = deferred.rows.rows,
+                            .weights = deferred.weights,
+                            .weight_dtype = deferred.weight_dtype,
+                            .map = deferred.map,
+                            .slots = static_cast<int>(deferred.slots),
+                            .y = writable(out),
+                            .tokens = tokens,
+                            .width = shape_.latent,
+                            .dtype = shape_.activations},
+                           main_->stream()),
+              "combining kernel");
+        return out;
     }
 
     Lane& main() override { return *main_; }
@@ -288,6 +317,22 @@ private:
     int world() const noexcept { return bootstrap_.world; }
     bool keeps_whole() const noexcept { return world() == 1 || options_.keep_whole_weights; }
     bool has_window() const noexcept { return window_missing_.empty(); }
+
+    /// One token whose only slot is dropped.
+    void load_combining_kernel() {
+        check(cudaMemsetAsync(latent_.get(), 0xFF, sizeof(std::int32_t), setup_stream_.get()), "cudaMemsetAsync");
+        check(combine_rows({.x = {combined_.get()},
+                            .weights = latent_.get(),
+                            .map = reinterpret_cast<const std::int32_t*>(latent_.get()),
+                            .slots = 1,
+                            .y = {combined_.get()},
+                            .tokens = 1,
+                            .width = shape_.latent,
+                            .dtype = shape_.activations},
+                           setup_stream_.get()),
+              "combining kernel");
+        check(cudaStreamSynchronize(setup_stream_.get()), "combining kernel");
+    }
 
     void make_product() {
         std::vector<std::int64_t> widths;
@@ -459,6 +504,7 @@ private:
     DeviceMemory latent_;
     DeviceMemory product_out_;
     DeviceMemory shared_;
+    DeviceMemory combined_;  // of a whole call
     std::unique_ptr<PeerMemory> peer_memory_;
     std::unique_ptr<NcclExchange> nccl_exchange_;
     GridReservation reservation_;

@@ -95,6 +95,7 @@ struct CallIdentity {
 };
 
 struct TailCall;
+struct DeferredMatrix;
 
 class Backend {
 public:
@@ -129,6 +130,10 @@ public:
     virtual void begin_block(std::int64_t block) = 0;
     /// What the main lane has enqueued so far comes before the next call, whatever stream that is on.
     virtual void order_next_call() = 0;
+
+    /// The combined rows of a call that hands over un-combined ones, on the main lane, in memory of the backend's own.
+    /// Called between `begin_call` and the schedule, and only with `Options::deferred_finalize`.
+    virtual ConstMatrix combine(const DeferredMatrix& deferred, std::int64_t tokens) = 0;
 
     virtual Lane& main() = 0;
     /// Starts `side_work` on a second lane, ordered after everything on the main lane so far. `side_work` must live until

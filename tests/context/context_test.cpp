@@ -177,6 +177,68 @@ TEST(Calls, RefuseBadArgumentsAndLeaveTheContextUsable) {
     EXPECT_TRUE(context.layer(0).run(problem.input(0), out.writable_rows()).ok());
 }
 
+TEST(Calls, RefuseDeferredRowsThatDoNotFit) {
+    const Problem problem(1, 4);
+    const test::Uncombined rows(problem, 2, Dtype::f32);
+    Options options = problem.context_options();
+    Tensor out = problem.output();
+    TailInput input = problem.input(0);
+    DeferredRows deferred = rows.deferred(0);
+    input.deferred = &deferred;
+    const auto message = [&](const Context& context) { return context.layer(0).run(input, out.writable_rows()).message(); };
+    const Context without = make_context(problem, single_rank(), options);
+    input.routed = {};
+    EXPECT_EQ(message(without), "deferred rows are given, but the context's option deferred_finalize is off");
+
+    options.deferred_finalize = true;
+    const Context context = make_context(problem, single_rank(), options);
+    EXPECT_EQ(message(context), "");
+    EXPECT_GE(context.workspace_bytes(), without.workspace_bytes() + 4096 * 96 * 2);
+    input.routed = problem.routed[0].rows();
+    EXPECT_EQ(message(context), "routed and deferred rows are given, expected one of them");
+    input.routed = {};
+    deferred.slots = 0;
+    EXPECT_EQ(message(context), "deferred slots is 0, expected 1 to 1024");
+    deferred = rows.deferred(0);
+    deferred.weight_dtype = Dtype::f16;
+    EXPECT_EQ(message(context), "the deferred weights are f16, expected bf16 or f32");
+    deferred = rows.deferred(0);
+    deferred.weights = nullptr;
+    EXPECT_EQ(message(context), "the deferred weights are null");
+    deferred = rows.deferred(0);
+    deferred.map = nullptr;
+    EXPECT_EQ(message(context), "the deferred row map is null");
+    deferred = rows.deferred(0);
+    deferred.rows.stride = 95;
+    EXPECT_EQ(message(context), "deferred rows has a row stride of 95 elements, expected at least 96");
+    deferred = rows.deferred(0);
+    std::vector<std::int32_t> map(8, 7);
+    map[5] = 8;
+    deferred.map = map.data();
+    EXPECT_EQ(message(context), "the deferred row map says 8 for slot 1 of token 2, expected below 8");
+    deferred.count = -1;
+    EXPECT_EQ(message(context), "the count of the deferred rows is -1, expected at least 0");
+    EXPECT_FALSE(context.poll_fault().has_value());
+}
+
+TEST(BatchInvariance, RefusesEveryTailButOneWithTheReason) {
+    const Problem problem(2, 3);
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        Options options = problem.context_options();
+        options.batch_invariant = true;
+        const Context context = make_context(problem, bootstrap, options);
+        const Plan plan = context.plan(3);
+        ASSERT_EQ(plan.candidates.size(), 1U);
+        for (const Refusal& refusal : plan.refused) {
+            EXPECT_EQ(refusal.reason, std::string("a batch-invariant context keeps to one tail, ") + name(plan.tail));
+        }
+        // A tail that may not run every number of tokens is not the one.
+        options.tail_token_limit[static_cast<std::size_t>(plan.tail)] = 100;
+        const Context other = make_context(problem, bootstrap, options);
+        EXPECT_NE(other.plan(3).tail, plan.tail);
+    });
+}
+
 TEST(Calls, NeedASealedContext) {
     const Problem problem(1, 1);
     Context context = Context::create(problem.shape, single_rank(), problem.context_options());

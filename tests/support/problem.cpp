@@ -143,6 +143,63 @@ const std::vector<float>& Problem::chain() const {
     return *chain_;
 }
 
+Uncombined::Uncombined(const Problem& problem, std::int64_t slots, Dtype weight_dtype)
+    : tokens_(problem.tokens),
+      latent_(problem.shape.latent),
+      slots_(slots),
+      dtype_(problem.shape.activations),
+      weight_dtype_(weight_dtype) {
+    const std::int64_t count = tokens_ * slots;
+    for (int rank = 0; rank < problem.world; ++rank) {
+        OfRank& made = ranks_.emplace_back();
+        const auto key = static_cast<std::uint64_t>(100 + rank);
+        made.rows = Tensor(count, latent_, dtype_, 16);
+        fill_normal(made.rows.matrix(), key, 1);
+        made.weights = Tensor(tokens_, slots, weight_dtype);
+        fill_normal(made.weights.matrix(), key + 50, 0.3F, 0.5F);
+        for (std::int64_t at = 0; at < count; ++at) {
+            // A permutation, since 7 divides no number of rows here but those of 7's own multiples.
+            const std::int64_t row = count % 7 == 0 ? count - 1 - at : at * 7 % count;
+            made.map.push_back(at % 5 == 3 ? -1 : static_cast<std::int32_t>(row));
+        }
+    }
+}
+
+DeferredRows Uncombined::deferred(int rank) const {
+    const OfRank& from = ranks_[static_cast<std::size_t>(rank)];
+    return {.rows = from.rows.rows(),
+            .count = tokens_ * slots_,
+            .slots = slots_,
+            .weights = from.weights.data(),
+            .weight_dtype = weight_dtype_,
+            .map = from.map.data()};
+}
+
+Tensor Uncombined::combined(int rank) const {
+    const OfRank& from = ranks_[static_cast<std::size_t>(rank)];
+    Tensor out(tokens_, latent_, dtype_);
+    for (std::int64_t token = 0; token < tokens_; ++token) {
+        for (std::int64_t column = 0; column < latent_; ++column) {
+            volatile float sum = 0;  // each step rounds to float32
+            for (std::int64_t slot = 0; slot < slots_; ++slot) {
+                const std::int32_t row = from.map[static_cast<std::size_t>(token * slots_ + slot)];
+                if (row < 0) continue;
+                const volatile float product = from.weights.at(token, slot) * from.rows.at(row, column);
+                sum = sum + product;
+            }
+            out.set(token, column, sum);
+        }
+    }
+    return out;
+}
+
+double error_of(const Context& context, const Problem& problem, const Bootstrap& bootstrap) {
+    Tensor out = problem.output();
+    const Status status = context.layer(0).run(problem.input(bootstrap.rank), out.writable_rows());
+    if (!status.ok()) throw Error(status.code(), status.message());
+    return relative_l2(out.matrix(), problem.reference());
+}
+
 Context make_context(const Problem& problem, const Bootstrap& bootstrap, const Options& options) {
     Context context = Context::create(problem.shape, bootstrap, options);
     context.add_layer(7, problem.weight_view(), problem.gamma_data());

@@ -85,6 +85,34 @@ private:
     mutable std::optional<std::vector<float>> chain_;
 };
 
+/// What the experts of a problem's ranks would hand over un-combined: `slots` rows a token in an order of their own, more
+/// columns between them than the latent, and some slots dropped.
+class Uncombined {
+public:
+    Uncombined(const Problem& problem, std::int64_t slots, Dtype weight_dtype);
+
+    DeferredRows deferred(int rank) const;
+    /// What a separate step would make of them, by plain loops.
+    Tensor combined(int rank) const;
+
+private:
+    struct OfRank {
+        Tensor rows;
+        Tensor weights;
+        std::vector<std::int32_t> map;
+    };
+
+    std::int64_t tokens_;
+    std::int64_t latent_;
+    std::int64_t slots_;
+    Dtype dtype_;
+    Dtype weight_dtype_;
+    std::vector<OfRank> ranks_;
+};
+
+/// Runs the context's only layer through the tail of its plan; the error against the reference.
+double error_of(const Context& context, const Problem& problem, const Bootstrap& bootstrap);
+
 /// A sealed context with one layer, number 7, of the problem's weights.
 Context make_context(const Problem& problem, const Bootstrap& bootstrap, const Options& options);
 

@@ -86,6 +86,9 @@ public:
     Status end_after_failure() noexcept override { return backend_.end_after_failure(); }
     void begin_block(std::int64_t block) override { backend_.begin_block(block); }
     void order_next_call() override { backend_.order_next_call(); }
+    ConstMatrix combine(const DeferredMatrix& deferred, std::int64_t tokens) override {
+        return backend_.combine(deferred, tokens);
+    }
     Lane& main() override { return lane_; }
     void fork(FunctionRef<void(Lane&)> side_work) override { backend_.fork(side_work); }
     void join() override { backend_.join(); }

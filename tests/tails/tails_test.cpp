@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <random>
 #include <thread>
 
+#include "core/float8_packing.h"
 #include "support/harness.h"
 #include "support/problem.h"
 
@@ -20,6 +22,7 @@ using test::Tensor;
 std::vector<Tail> allowed_tails(const Context& context, std::int64_t tokens) {
     std::vector<Tail> tails;
     for (const Candidate& candidate : context.plan(tokens).candidates) tails.push_back(candidate.tail);
+    std::sort(tails.begin(), tails.end());  // the plan's order depends on the machine
     return tails;
 }
 
@@ -135,6 +138,136 @@ TEST(Tails, TakeFloat8WeightsWithScalarAndRowScales) {
             }
         }
     });
+}
+
+/// Runs every tail from the problem's routed rows and again from un-combined ones, which must come to the same bits.
+void check_deferred_rows(const Problem& problem, const test::Uncombined& rows, Options options) {
+    options.deferred_finalize = true;
+    on_ranks(problem.world, [&](const Bootstrap& bootstrap) {
+        const Context context = make_context(problem, bootstrap, options);
+        for (const Tail tail : allowed_tails(context, problem.tokens)) {
+            Tensor plain = problem.output();
+            Tensor deferred = problem.output();
+            TailInput input = problem.input(bootstrap.rank);
+            const Tensor combined = rows.combined(bootstrap.rank);
+            input.routed = combined.rows();
+            ASSERT_TRUE(context.layer(0).run(tail, input, plain.writable_rows()).ok());
+            input.routed = {};
+            const DeferredRows handed_over = rows.deferred(bootstrap.rank);
+            input.deferred = &handed_over;
+            const Status status = context.layer(0).run(tail, input, deferred.writable_rows());
+            ASSERT_TRUE(status.ok()) << described(tail, problem) << ": " << status.message();
+            EXPECT_EQ(plain.content(), deferred.content()) << described(tail, problem);
+        }
+    });
+}
+
+TEST(Tails, CombineTheExpertsRowsThemselvesWithTheBitsOfASeparateStep) {
+    for (const std::int64_t tokens : {0, 1, 33, 300}) {
+        for (const Dtype weights : {Dtype::bf16, Dtype::f32}) {
+            const Problem problem(3, tokens);
+            check_deferred_rows(problem, test::Uncombined(problem, 6, weights), problem.context_options());
+        }
+    }
+    const Problem without_norm(2, 17, {.norm = Norm::none, .dtype = Dtype::f16});
+    check_deferred_rows(without_norm, test::Uncombined(without_norm, 3, Dtype::f32), without_norm.context_options());
+}
+
+TEST(Tails, PackFloat8WeightsFromWiderOnesAndFromShardsAlike) {
+    const Problem problem(2, 40, {.hidden = 672, .latent = 256});
+    const Float8Rows packed = pack_float8(problem.weight_view(), problem.shape.latent);
+    ReferenceInput input = problem.reference_input();
+    input.weights = {reinterpret_cast<const std::byte*>(packed.bits.data()), problem.shape.hidden, problem.shape.latent,
+                     problem.shape.latent, Dtype::e4m3};
+    input.row_scales = packed.scales.data();
+    const std::vector<double> reference = reference_tail(input);
+    const double chain_error = relative_l2(chain_tail(input), reference);
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        Options options = problem.context_options();
+        options.float8_weights = true;
+        const Context whole = make_context(problem, bootstrap, options);
+        Context sharded = Context::create(problem.shape, bootstrap, options);
+        sharded.add_layer(7, problem.weight_shard(bootstrap.rank), problem.gamma_data());
+        sharded.seal();
+        EXPECT_EQ(whole.weight_bytes(),
+                  static_cast<std::size_t>(problem.shape.hidden * (problem.shape.latent + 4) + problem.shape.latent * 2));
+        for (const Tail tail : allowed_tails(whole, problem.tokens)) {
+            Tensor out = problem.output();
+            Tensor from_shards = problem.output();
+            ASSERT_TRUE(whole.layer(0).run(tail, problem.input(bootstrap.rank), out.writable_rows()).ok());
+            ASSERT_TRUE(sharded.layer(0).run(tail, problem.input(bootstrap.rank), from_shards.writable_rows()).ok());
+            EXPECT_LE(relative_l2(out.matrix(), reference), 1.05 * chain_error) << name(tail);
+            EXPECT_LT(relative_l2(out.matrix(), problem.reference()), 0.03) << name(tail) << " against the weights as given";
+            EXPECT_EQ(out.content(), from_shards.content()) << name(tail);
+        }
+    });
+}
+
+TEST(Tails, InABatchInvariantContextGiveARowTheSameBitsWhateverTheBatch) {
+    const Problem problem(3, 300, {.hidden = 1344, .latent = 512});
+    on_ranks(3, [&](const Bootstrap& bootstrap) {
+        for (const std::optional<Tail> asked : {std::optional<Tail>(), std::optional(Tail::token_parallel)}) {
+            Options options = problem.context_options();
+            options.batch_invariant = true;
+            options.tail = asked;
+            const Context context = make_context(problem, bootstrap, options);
+            ASSERT_EQ(context.plan(1).candidates.size(), 1U);
+            EXPECT_EQ(context.plan(1).tail, context.plan(options.max_tokens).tail);
+            EXPECT_LE(test::error_of(context, problem, bootstrap), 1.05 * problem.chain_error());
+            Tensor all = problem.output();
+            ASSERT_TRUE(context.layer(0).run(problem.input(bootstrap.rank), all.writable_rows()).ok());
+            for (const auto& [first, count] : {std::pair<std::int64_t, std::int64_t>{0, 1}, {7, 1}, {2, 5}, {40, 260}}) {
+                Tensor some(count, problem.shape.hidden, problem.shape.activations);
+                TailInput input = problem.input(bootstrap.rank);
+                for (ConstRows* rows : {&input.routed, &input.shared, &input.prefix}) {
+                    rows->data = static_cast<const std::byte*>(rows->data) + first * rows->stride * 2;
+                }
+                input.tokens = count;
+                ASSERT_TRUE(context.layer(0).run(input, some.writable_rows()).ok());
+                for (std::int64_t row = 0; row < count; ++row) {
+                    ASSERT_EQ(std::memcmp(all.matrix().row(first + row), some.matrix().row(row),
+                                          static_cast<std::size_t>(some.matrix().row_bytes())),
+                              0)
+                        << "row " << first + row << " of " << count << " tokens from " << first;
+                }
+            }
+        }
+    });
+}
+
+TEST(Tails, ReadAndWriteRowsThatAnEnginePaddedToAWiderHiddenSize) {
+    // The engine's hidden size is 1408, the model's 1344: strides cut both inputs and output, and of W_up only the model's
+    // rows are handed over.
+    const Problem problem(2, 19, {.padding = 64});
+    check_every_tail(problem, 64);
+}
+
+TEST(Tails, TakeThePartialsOfExpertParallelRanks) {
+    // Each rank's summand holds its own experts' share; a rank without a token's experts adds zeros. Shared is reduced
+    // already.
+    for (const std::int64_t tokens : {1, 33}) {
+        Problem problem(4, tokens, {.shared = SharedState::reduced});
+        for (std::int64_t token = 0; token < tokens; ++token) {
+            for (std::size_t rank = 0; rank < 4; ++rank) {
+                if (rank == static_cast<std::size_t>(token % 4)) continue;
+                for (std::int64_t column = 0; column < problem.shape.latent; ++column)
+                    problem.routed[rank].set(token, column, 0);
+            }
+        }
+        const double chain_error = problem.chain_error();
+        on_ranks(4, [&](const Bootstrap& bootstrap) {
+            Options options = problem.context_options();
+            options.expert_parallel = true;
+            const Context context = make_context(problem, bootstrap, options);
+            const std::vector<Tail> tails = allowed_tails(context, tokens);
+            EXPECT_EQ(tails.size(), 3U);  // replicated, column_parallel, token_parallel
+            for (const Tail tail : tails) {
+                Tensor out = problem.output();
+                ASSERT_TRUE(context.layer(0).run(tail, problem.input(bootstrap.rank), out.writable_rows()).ok());
+                EXPECT_LE(relative_l2(out.matrix(), problem.reference()), 1.05 * chain_error) << name(tail);
+            }
+        });
+    }
 }
 
 TEST(Tails, GiveTheSameBitsFromWholeAndFromShardedWeights) {
