@@ -12,6 +12,7 @@ namespace {
 
 constexpr const char* shape_group = "Shape";
 constexpr const char* rank_group = "Ranks and schedule";
+constexpr const char* feature_group = "Features";
 constexpr const char* tensor_group = "Tensors";
 constexpr const char* bench_group = "Measurement";
 constexpr const char* output_group = "Output";
@@ -235,6 +236,20 @@ void add_context_options(CLI::App& app, Arguments& arguments) {
         ->type_name("TAIL=TOKENS")
         ->expected(1, tail_count)
         ->group(rank_group);
+}
+
+void add_feature_options(CLI::App& app, Arguments& arguments) {
+    add_parsed(
+        app, "--deferred", "hand over the rows of so many experts a token un-combined, with weights and a row map", "SLOTS",
+        [&arguments](const std::string& text) {
+            arguments.deferred_slots =
+                static_cast<int>(require_range<std::int64_t>("--deferred", parse_whole(text, "--deferred", text), 1, 64));
+        })
+        ->group(feature_group);
+    app.add_flag("--batch-invariant", arguments.batch_invariant,
+                 "a row's bits depend neither on the number of tokens nor on its neighbours")
+        ->group(feature_group);
+    app.add_flag("--float8-weights", arguments.float8_weights, "pack W_up as e4m3 with a scale a row")->group(feature_group);
 }
 
 void add_tensor_options(CLI::App& app, Arguments& arguments, bool with_inputs) {

@@ -54,6 +54,9 @@ struct Arguments {
     bool sequence_parallel = false;
     bool expert_parallel = false;
     bool keep_whole_weights = false;
+    int deferred_slots = 0;  ///< hand over this many un-combined rows a token; 0: combined ones
+    bool batch_invariant = false;
+    bool float8_weights = false;
     std::optional<std::int64_t> capacity;
     std::vector<std::pair<Tail, std::int64_t>> limits;
     int threads = 0;
@@ -90,6 +93,8 @@ void add_rank_options(CLI::App& app, Arguments& arguments);
 void add_tokens_option(CLI::App& app, Arguments& arguments, const std::string& fallback);
 void add_tail_option(CLI::App& app, Arguments& arguments, TailChoice::Kind fallback);
 void add_context_options(CLI::App& app, Arguments& arguments);
+/// What engines may want of a tail beside its arithmetic.
+void add_feature_options(CLI::App& app, Arguments& arguments);
 void add_tensor_options(CLI::App& app, Arguments& arguments, bool with_inputs);
 void add_bench_options(CLI::App& app, Arguments& arguments);
 void add_repeats_option(CLI::App& app, Arguments& arguments);

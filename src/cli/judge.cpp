@@ -22,11 +22,23 @@ double allowed_error(const Shape& shape, double chain_rel_l2, Tail tail, std::in
     return std::max(of_chain, 0x1p-22);
 }
 
-Judge::Judge(const ReferenceInput& input)
-    : shape_(input.shape), reference_(reference_tail(input)), chain_(chain_tail(input)) {
+Judge::Judge(const ReferenceInput& exact, const ReferenceInput& of_chain)
+    : shape_(exact.shape), reference_(reference_tail(exact)), chain_(chain_tail(of_chain)) {
     for (std::size_t i = 0; i < chain_.size(); ++i) {
         if (!std::isfinite(chain_[i])) reference_[i] = std::numeric_limits<double>::quiet_NaN();
     }
+}
+
+double Judge::distance_to(const ReferenceInput& other) const {
+    const std::vector<double> theirs = reference_tail(other);
+    double error = 0;
+    double norm = 0;
+    for (std::size_t i = 0; i < theirs.size(); ++i) {
+        if (!std::isfinite(reference_[i]) || !std::isfinite(theirs[i])) continue;
+        error += (reference_[i] - theirs[i]) * (reference_[i] - theirs[i]);
+        norm += theirs[i] * theirs[i];
+    }
+    return norm > 0 ? std::sqrt(error / norm) : 0;
 }
 
 const Judge::Rows& Judge::first_rows(std::int64_t tokens) {

@@ -28,7 +28,12 @@ double allowed_error(const Shape& shape, double chain_rel_l2, Tail tail, std::in
 class Judge {
 public:
     /// Takes seconds at the size of today's models.
-    explicit Judge(const ReferenceInput& input);
+    explicit Judge(const ReferenceInput& input) : Judge(input, input) {}
+    /// Where the chain starts from rounded inputs, and the reference need not.
+    Judge(const ReferenceInput& exact, const ReferenceInput& of_chain);
+
+    /// How far `other`, the reference of another problem, is from this one's.
+    double distance_to(const ReferenceInput& other) const;
 
     /// `out` holds the first rows. `tail` decides how much more than the chain's error is let pass.
     Verdict judge(const ConstMatrix& out, Tail tail);

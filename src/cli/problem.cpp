@@ -125,6 +125,10 @@ Options make_options(const Arguments& arguments, const Shape& shape, int world, 
         arguments.capacity.value_or(std::min<std::int64_t>(options.capacity_tokens, options.max_tokens));
     options.sequence_parallel = arguments.sequence_parallel;
     options.expert_parallel = arguments.expert_parallel;
+    options.deferred_finalize = arguments.deferred_slots > 0;
+    options.batch_invariant = arguments.batch_invariant;
+    if (arguments.batch_invariant && arguments.tail.one_named()) options.tail = arguments.tail.named.front();
+    options.float8_weights = arguments.float8_weights;
     options.cpu_threads = arguments.threads;
     for (const auto& [tail, most] : arguments.limits) options.tail_token_limit[static_cast<std::size_t>(tail)] = most;
 
@@ -190,12 +194,15 @@ void require_run_memory(const Problem& problem, bool checked, int layers) {
 
 CallInputs make_inputs(const Arguments& arguments, const Problem& problem, const std::vector<bool>& needed,
                        std::uint64_t instance) {
+    if (problem.inputs && arguments.deferred_slots > 0)
+        refuse("--deferred and --inputs are given, but a file of inputs holds combined rows");
     if (problem.inputs) return read_inputs(*problem.inputs, problem.options.shared, !arguments.no_prefix, needed);
     return draw_inputs({.shape = problem.shape,
                         .world = problem.world,
                         .tokens = problem.most_tokens(),
                         .shared = problem.options.shared,
                         .prefix = !arguments.no_prefix,
+                        .deferred_slots = arguments.deferred_slots,
                         .seed = arguments.seed,
                         .instance = instance},
                        needed);

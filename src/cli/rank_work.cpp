@@ -67,18 +67,51 @@ std::unique_ptr<Device> make_device(const Problem& problem, const Bootstrap& boo
 
 RankInputs::RankInputs(Memory& memory, const CallInputs& inputs, int rank) {
     const auto at = static_cast<std::size_t>(rank);
-    routed = DeviceTensor(memory, inputs.routed[at].view());
+    if (inputs.uncombined.empty()) {
+        routed = DeviceTensor(memory, inputs.routed[at].view());
+    } else {
+        const UncombinedRows& from = inputs.uncombined[at];
+        const auto entries = static_cast<std::int64_t>(from.map.size());
+        routed = DeviceTensor(memory, from.rows.view());
+        slot_weights = DeviceTensor(memory, from.weights.view());
+        // To a copy one 32-bit type is like another.
+        row_map =
+            DeviceTensor(memory, {reinterpret_cast<const std::byte*>(from.map.data()), 1, entries, entries, Dtype::f32});
+        slots = from.slots;
+    }
     if (!inputs.shared.empty()) shared = DeviceTensor(memory, inputs.shared[at].view());
     prefix = DeviceTensor(memory, inputs.prefix.view());
+    refer_to_uncombined();
 }
 
 RankInputs::RankInputs(Memory& memory, const RankInputs& others)
     : routed(memory, ConstMatrix(others.routed.view())),
+      slot_weights(memory, ConstMatrix(others.slot_weights.view())),
+      row_map(memory, ConstMatrix(others.row_map.view())),
       shared(memory, ConstMatrix(others.shared.view())),
-      prefix(memory, ConstMatrix(others.prefix.view())) {}
+      prefix(memory, ConstMatrix(others.prefix.view())),
+      slots(others.slots) {
+    refer_to_uncombined();
+}
+
+void RankInputs::refer_to_uncombined() {
+    if (slots == 0) return;
+    const Matrix rows = routed.view();
+    uncombined = DeferredRows{.rows = {rows.data, rows.stride},
+                              .count = rows.rows,
+                              .slots = slots,
+                              .weights = slot_weights.view().data,
+                              .weight_dtype = slot_weights.view().dtype,
+                              .map = reinterpret_cast<const std::int32_t*>(row_map.view().data)};
+}
 
 TailInput RankInputs::of(const Context& context, std::int64_t tokens) const noexcept {
-    TailInput input{.routed = routed.view().data, .shared = shared.view().data, .tokens = tokens};
+    TailInput input{.shared = shared.view().data, .tokens = tokens};
+    if (uncombined) {
+        input.deferred = &*uncombined;
+    } else {
+        input.routed = routed.view().data;
+    }
     if (!prefix.view().present()) return input;
     const bool own_only = context.options().sequence_parallel;
     input.prefix = prefix.view().row(own_only ? context.own_tokens(tokens, context.rank()).first : 0);

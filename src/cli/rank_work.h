@@ -52,16 +52,23 @@ std::unique_ptr<Device> make_device(const Problem& problem, const Bootstrap& boo
 
 /// One rank's inputs on its device.
 struct RankInputs {
-    DeviceTensor routed;
+    DeviceTensor routed;  ///< combined rows, or those that `uncombined` refers to
+    DeviceTensor slot_weights;
+    DeviceTensor row_map;
     DeviceTensor shared;
     DeviceTensor prefix;
+    std::int64_t slots = 0;  ///< of un-combined rows
+    std::optional<DeferredRows> uncombined;
 
     RankInputs(Memory& memory, const CallInputs& inputs, int rank);
     /// A copy of others, in the same kind of memory or in another of the same device.
     RankInputs(Memory& memory, const RankInputs& others);
-    /// What a call of the first `tokens` tokens gets; of the prefix only the rows that the rank wants.
+    /// What a call of the first `tokens` tokens gets; of the prefix only the rows that the rank wants. Refers to this.
     TailInput of(const Context& context, std::int64_t tokens) const noexcept;
     std::size_t bytes() const noexcept { return routed.bytes() + shared.bytes() + prefix.bytes(); }
+
+private:
+    void refer_to_uncombined();
 };
 
 /// One rank's output on its device, and a host copy to look at.

@@ -20,6 +20,7 @@ void add_options(CLI::App& app, Arguments& arguments) {
     add_tokens_option(app, arguments, "one number: 16, or as the inputs have");
     add_tail_option(app, arguments, TailChoice::Kind::automatic);
     add_context_options(app, arguments);
+    add_feature_options(app, arguments);
     add_tensor_options(app, arguments, true);
     app.add_option("--out", arguments.out, "safetensors file to write, with the tensor `out`")
         ->type_name("FILE")

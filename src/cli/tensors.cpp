@@ -178,6 +178,53 @@ std::vector<std::int64_t> WeightSource::layers(std::int64_t first, int most) {
     return numbers;
 }
 
+DeferredMatrix UncombinedRows::view(std::int64_t latent) const noexcept {
+    ConstMatrix matrix = rows.view();
+    matrix.columns = latent;
+    return {.rows = matrix,
+            .weights = weights.view().data,
+            .weight_dtype = weights.view().dtype,
+            .map = map.data(),
+            .slots = slots};
+}
+
+namespace {
+
+/// Rows, weights and map such that the first tokens of a call are those of a smaller one.
+UncombinedRows draw_uncombined(const DrawnCall& call, std::uint64_t key, int rank) {
+    constexpr std::int64_t padding = 8;  // 16 bytes, as a GPU's rows must be
+    const std::int64_t count = call.tokens * call.deferred_slots;
+    UncombinedRows drawn{.rows = Tensor(count, call.shape.latent + padding, call.shape.activations),
+                         .weights = Tensor(call.tokens, call.deferred_slots, rank % 2 == 0 ? Dtype::bf16 : Dtype::f32),
+                         .map = {},
+                         .slots = call.deferred_slots};
+    const std::uint64_t own = key + static_cast<std::uint64_t>(rank) * 2;
+    fill_normal(drawn.rows.view(), own, 1);
+    const float about = 1 / std::sqrt(static_cast<float>(call.deferred_slots * call.world));
+    fill_normal(drawn.weights.view(), own + 1, about / 4, about);
+    for (std::int64_t at = 0; at < count; ++at) {
+        // The last row first; every eleventh slot dropped, of tokens that have several.
+        const bool dropped = call.deferred_slots > 1 && at % 11 == 5;
+        drawn.map.push_back(dropped ? -1 : static_cast<std::int32_t>(count - 1 - at));
+    }
+    return drawn;
+}
+
+/// `to[t]` is the combination of token t's rows, rounded to its dtype.
+Tensor combined(const UncombinedRows& from, std::int64_t tokens, std::int64_t latent, Dtype dtype) {
+    Tensor to(tokens, latent, dtype);
+    const DeferredMatrix rows = from.view(latent);
+    std::vector<float> sum(static_cast<std::size_t>(latent));
+    std::vector<float> scratch(sum.size());
+    for (std::int64_t token = 0; token < tokens; ++token) {
+        combine_row(rows, token, sum.data(), scratch.data());
+        narrow(sum.data(), dtype, to.view().row(token), latent);
+    }
+    return to;
+}
+
+}  // namespace
+
 CallInputs draw_inputs(const DrawnCall& call, const std::vector<bool>& needed) {
     const Shape& shape = call.shape;
     const auto key = [&](Draw draw) { return draw_key(call.seed, draw, call.instance); };
@@ -185,7 +232,15 @@ CallInputs draw_inputs(const DrawnCall& call, const std::vector<bool>& needed) {
     for (int rank = 0; rank < call.world; ++rank) {
         const bool wanted = needed[static_cast<std::size_t>(rank)];
         Tensor& routed = inputs.routed.emplace_back();
-        if (wanted) {
+        if (call.deferred_slots > 0) {
+            UncombinedRows& rows = inputs.uncombined.emplace_back();
+            Tensor& exact = inputs.routed_exact.emplace_back();
+            if (wanted) {
+                rows = draw_uncombined(call, key(Draw::routed), rank);
+                exact = combined(rows, call.tokens, shape.latent, Dtype::f32);
+                routed = combined(rows, call.tokens, shape.latent, shape.activations);
+            }
+        } else if (wanted) {
             routed = Tensor(call.tokens, shape.latent, shape.activations);
             fill_partial(routed.view(), key(Draw::routed), rank, call.world);
         }

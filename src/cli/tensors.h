@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "core/deferred.h"
 #include "core/matrix.h"
 #include "core/reference.h"
 #include "io/checkpoint.h"
@@ -90,9 +91,21 @@ void draw_gamma(const Matrix& gamma, std::uint64_t seed, std::int64_t layer);
 /// Returns the scale that goes with the rows: 1 but for e4m3.
 float draw_weights(const Matrix& rows, std::uint64_t seed, std::int64_t layer, std::int64_t first_row);
 
+/// One rank's un-combined rows: a row a token and slot, in an order of their own, in rows wider than the latent.
+struct UncombinedRows {
+    Tensor rows;  ///< [tokens · slots, latent + padding]
+    Tensor weights;
+    std::vector<std::int32_t> map;
+    std::int64_t slots = 0;
+
+    DeferredMatrix view(std::int64_t latent) const noexcept;
+};
+
 /// One call's inputs.
 struct CallInputs {
-    std::vector<Tensor> routed;  ///< by rank; those of ranks that are not needed here are empty
+    std::vector<UncombinedRows> uncombined;  ///< by rank, where they are asked for: then `routed` is what they come to,
+    std::vector<Tensor> routed_exact;        ///< and this the same, unrounded in float32
+    std::vector<Tensor> routed;              ///< by rank; those of ranks that are not needed here are empty
     std::vector<Tensor> shared;  ///< the same; none where shared is absent; every rank has the same rows where it is reduced
     Tensor prefix;               ///< may be empty
 };
@@ -103,6 +116,7 @@ struct DrawnCall {
     std::int64_t tokens = 0;
     SharedState shared = SharedState::partial;
     bool prefix = true;
+    int deferred_slots = 0;  ///< un-combined rows a token; 0: combined ones
     std::uint64_t seed = 1;
     std::uint64_t instance = 0;  ///< calls that differ in it have different tensors
 };

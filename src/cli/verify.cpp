@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <optional>
 #include <tuple>
 
@@ -11,6 +12,7 @@
 #include "cli/output.h"
 #include "cli/problem.h"
 #include "cli/rank_work.h"
+#include "core/float8_packing.h"
 #include "latent_moe/status.h"
 
 namespace latent_moe::cli {
@@ -22,6 +24,7 @@ void add_options(CLI::App& app, Arguments& arguments) {
     add_tokens_option(app, arguments, "0,1,5,8,33, or as the inputs have");
     add_tail_option(app, arguments, TailChoice::Kind::all);
     add_context_options(app, arguments);
+    add_feature_options(app, arguments);
     add_tensor_options(app, arguments, true);
     add_output_options(app, arguments);
 }
@@ -32,8 +35,9 @@ struct Case {
     Verdict verdict;
     bool ranks_identical;
     bool repeat_identical;
+    bool batch_identical;  ///< rows have the bits that they had in a call of another number of tokens, where that was asked
 
-    bool pass() const noexcept { return verdict.accurate() && ranks_identical && repeat_identical; }
+    bool pass() const noexcept { return verdict.accurate() && ranks_identical && repeat_identical && batch_identical; }
 };
 
 struct RefusedCase {
@@ -45,6 +49,7 @@ struct Result {
     std::string backend;
     std::vector<Case> cases;
     std::vector<RefusedCase> refused;
+    std::optional<double> float8_error;  ///< of packing the weights, in the output
 
     std::size_t passed() const {
         return static_cast<std::size_t>(
@@ -78,6 +83,21 @@ std::pair<bool, bool> run_twice(const Context& context, const Bootstrap& bootstr
     return {ranks_identical, std::all_of(all_repeated.begin(), all_repeated.end(), [](char each) { return each != 0; })};
 }
 
+/// Whether the rows that both calls have are the same bits; `earlier` becomes this call's.
+bool same_first_rows(const ConstMatrix& rows, std::vector<std::byte>& earlier) {
+    const auto bytes = static_cast<std::size_t>(rows.rows * rows.row_bytes());
+    const std::size_t both = std::min(bytes, earlier.size());
+    const bool same = both == 0 || std::memcmp(rows.data, earlier.data(), both) == 0;
+    earlier.assign(rows.data, rows.data + bytes);
+    return same;
+}
+
+std::vector<ConstMatrix> views_of(const std::vector<Tensor>& tensors) {
+    std::vector<ConstMatrix> views;
+    for (const Tensor& tensor : tensors) views.push_back(tensor.view());
+    return views;
+}
+
 void report(Output& output, const Arguments& arguments, const Problem& problem, const Result& result) {
     output.line("{}; {} {}, backend {}", shape_text(problem.shape), problem.world,
                 arguments.processes ? "processes" : "threads", result.backend);
@@ -88,6 +108,7 @@ void report(Output& output, const Arguments& arguments, const Problem& problem, 
                    each.ranks_identical ? "identical" : "DIFFER", each.repeat_identical ? "identical" : "DIFFERS",
                    each.pass()                 ? "pass"
                    : !each.verdict.same_finite ? "FAIL: not finite where the chain is, or the other way round"
+                   : !each.batch_identical     ? "FAIL: rows depend on the number of tokens"
                                                : "FAIL"});
     }
     if (!table.empty()) output.table(table);
@@ -108,10 +129,18 @@ void report(Output& output, const Arguments& arguments, const Problem& problem, 
             tokens.size() == problem.tokens.size() ? "any tokens" : fmt::format("tokens {}", fmt::join(tokens, ", ")),
             result.refused[i].refusal.reason);
     }
+    if (result.float8_error) {
+        output.line(
+            "float8 weights: in float64 the output is {} (relative L2) from that of the weights as given; the errors above "
+            "are "
+            "beside it",
+            error_text(*result.float8_error));
+    }
     output.line("{} passed, {} failed", result.passed(), result.cases.size() - result.passed());
 }
 
 Json to_json(const Problem& problem, const Result& result) {
+    const bool batch_invariant = problem.options.batch_invariant;
     Json json = {{"schema", "latent-moe/verify/1"}, {"cases", Json::array()}, {"refused", Json::array()}};
     for (const Case& each : result.cases) {
         json["cases"].push_back({{"tail", name(each.tail)},
@@ -125,7 +154,9 @@ Json to_json(const Problem& problem, const Result& result) {
                                  {"ranks_identical", each.ranks_identical},
                                  {"repeat_identical", each.repeat_identical},
                                  {"pass", each.pass()}});
+        if (batch_invariant) json["cases"].back()["batch_identical"] = each.batch_identical;
     }
+    if (result.float8_error) json["float8_rel_l2"] = *result.float8_error;
     for (const RefusedCase& each : result.refused) {
         json["refused"].push_back(
             {{"tail", name(each.refusal.tail)}, {"tokens", each.tokens}, {"reason", each.refusal.reason}});
@@ -145,14 +176,30 @@ int execute(const Arguments& arguments, Ranks& ranks) {
     // Rows of a smaller call are the first rows of a larger one, so one reference serves all.
     const CallInputs inputs = make_inputs(arguments, problem, ranks, true);
     std::optional<Judge> judge;
+    std::optional<double> float8_error;
     ranks.once([&] {
         Progress progress(arguments, true);
         progress.say("computing the reference in float64 for {} tokens", problem.most_tokens());
-        judge.emplace(
-            reference_input(problem.shape, inputs, problem.options.shared, problem.weights.load_whole(problem.layer)));
+        const LayerWeights given = problem.weights.load_whole(problem.layer);
+        const ReferenceInput as_given = reference_input(problem.shape, inputs, problem.options.shared, given);
+        ReferenceInput of_chain = as_given;
+        Float8Rows float8;
+        if (problem.options.float8_weights && given.rows.dtype != Dtype::e4m3) {
+            float8 = pack_float8(given.view(), given.rows.columns);
+            of_chain.weights = {reinterpret_cast<const std::byte*>(float8.bits.data()), given.rows.rows, given.rows.columns,
+                                given.rows.columns, Dtype::e4m3};
+            of_chain.row_scales = float8.scales.data();
+        }
+        ReferenceInput exact = of_chain;
+        if (!inputs.routed_exact.empty()) exact.routed = views_of(inputs.routed_exact);
+        judge.emplace(exact, of_chain);
+        if (float8.rows == 0) return;
+        exact.weights = as_given.weights;
+        exact.row_scales = as_given.row_scales;
+        float8_error = judge->distance_to(exact);
     });
 
-    Result result;
+    Result result{.float8_error = float8_error};
     ranks.run([&](const Bootstrap& bootstrap) {
         const bool tells = bootstrap.rank == 0;
         const std::unique_ptr<Device> device = make_device(problem, bootstrap);
@@ -161,6 +208,7 @@ int execute(const Arguments& arguments, Ranks& ranks) {
         RankOutput out(*device, context, problem.most_tokens());
         Progress progress(arguments, tells);
         if (tells) result.backend = context.backend();
+        std::map<Tail, std::vector<std::byte>> earlier;  // the rows of the tail's last call
         for (const std::int64_t tokens : problem.tokens) {
             const Plan plan = context.plan(tokens);
             const TailInput input = rank_inputs.of(context, tokens);
@@ -172,8 +220,10 @@ int execute(const Arguments& arguments, Ranks& ranks) {
                 progress.say("{}, {} tokens", name(tail), tokens);
                 const auto [ranks_identical, repeat_identical] = run_twice(context, bootstrap, tail, input, *device, out);
                 const ConstMatrix whole = out.whole(bootstrap, tokens);
-                if (tells)
-                    result.cases.push_back({tail, tokens, judge->judge(whole, tail), ranks_identical, repeat_identical});
+                const bool batch_identical = !problem.options.batch_invariant || same_first_rows(whole, earlier[tail]);
+                if (!tells) continue;
+                result.cases.push_back(
+                    {tail, tokens, judge->judge(whole, tail), ranks_identical, repeat_identical, batch_identical});
             }
         }
     });
@@ -195,6 +245,7 @@ Command verify_command() {
                 "  latent-moe verify --model kimi-k3 --tp 4 --tokens 0,1,5,8,16,33 --tail all\n"
                 "  latent-moe verify --model nemotron-3-super --tp 3 --dtype f16 --json -\n"
                 "  latent-moe verify --weights checkpoint/ --layer 2 --tp 2 --tail column_parallel\n"
+                "  latent-moe verify --deferred 8 --float8-weights --batch-invariant --tokens 1,7,64\n"
                 "  mpirun -n 4 latent-moe verify --ranks processes --model kimi-k3",
             .add_options = &add_options,
             .execute = &execute};

@@ -8,11 +8,7 @@
 namespace latent_moe {
 
 WeightView Float8Rows::view() const noexcept {
-    return {.data = bits.data(),
-            .rows = rows,
-            .dtype = Dtype::e4m3,
-            .scale = scale,
-            .row_scales = scales.data()};
+    return {.data = bits.data(), .rows = rows, .dtype = Dtype::e4m3, .scale = scale, .row_scales = scales.data()};
 }
 
 Float8Rows pack_float8(const WeightView& view, std::int64_t columns) {
@@ -37,8 +33,7 @@ Float8Rows pack_float8(const WeightView& view, std::int64_t columns) {
             const float value = values[static_cast<std::size_t>(i)];
             bits[i] = std::isfinite(value) ? e4m3_from_float(value / scale) : std::uint8_t{0x7F};
         }
-        packed.scales[static_cast<std::size_t>(row)] =
-            scale * (view.row_scales == nullptr ? 1.0F : view.row_scales[row]);
+        packed.scales[static_cast<std::size_t>(row)] = scale * (view.row_scales == nullptr ? 1.0F : view.row_scales[row]);
     }
     return packed;
 }

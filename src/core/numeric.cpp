@@ -3,6 +3,23 @@
 #include <cstring>
 
 namespace latent_moe {
+namespace {
+
+/// Quicker than the arithmetic, by far.
+constexpr auto e4m3_values = [] {
+    std::array<float, 256> values{};
+    for (unsigned bits = 0; bits < 256; ++bits) values[bits] = float_from_e4m3(static_cast<std::uint8_t>(bits));
+    return values;
+}();
+
+constexpr auto e4m3_bf16_values = [] {
+    std::array<std::uint16_t, 256> values{};
+    for (unsigned bits = 0; bits < 256; ++bits)
+        values[bits] = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(e4m3_values[bits]) >> 16);
+    return values;
+}();
+
+}  // namespace
 
 void widen(const void* source, Dtype dtype, float* destination, std::int64_t count) noexcept {
     switch (dtype) {
@@ -21,11 +38,16 @@ void widen(const void* source, Dtype dtype, float* destination, std::int64_t cou
         case Dtype::f32: std::memcpy(destination, source, static_cast<std::size_t>(count) * sizeof(float)); return;
         case Dtype::e4m3: {
             const auto* from = static_cast<const std::uint8_t*>(source);
-#pragma omp simd
-            for (std::int64_t i = 0; i < count; ++i) destination[i] = float_from_e4m3(from[i]);
+            for (std::int64_t i = 0; i < count; ++i) destination[i] = e4m3_values[from[i]];
             return;
         }
     }
+}
+
+void bf16_from_e4m3(const void* source, void* destination, std::int64_t count) noexcept {
+    const auto* from = static_cast<const std::uint8_t*>(source);
+    auto* to = static_cast<std::uint16_t*>(destination);
+    for (std::int64_t i = 0; i < count; ++i) to[i] = e4m3_bf16_values[from[i]];
 }
 
 void narrow(const float* source, Dtype dtype, void* destination, std::int64_t count) noexcept {

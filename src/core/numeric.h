@@ -46,7 +46,7 @@ inline std::uint16_t f16_from_float(float value) noexcept {
 }
 
 /// e4m3 ("fn": no infinities, 0x7F and 0xFF are NaN). Every value is exact in bf16, f16 and f32.
-inline float float_from_e4m3(std::uint8_t bits) noexcept {
+constexpr float float_from_e4m3(std::uint8_t bits) noexcept {
     // As above: the exponent is rebiased by a multiplication.
     const std::uint32_t magnitude = static_cast<std::uint32_t>(bits & 0x7FU) << 20;
     const auto scaled = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) * 0x1p120F);
@@ -72,6 +72,8 @@ inline std::uint8_t e4m3_from_float(float value) noexcept {
 
 /// Widens `count` contiguous elements to float, exactly.
 void widen(const void* source, Dtype dtype, float* destination, std::int64_t count) noexcept;
+/// e4m3 to bf16, which holds every value.
+void bf16_from_e4m3(const void* source, void* destination, std::int64_t count) noexcept;
 /// Rounds `count` floats to `dtype` (bf16, f16 or f32).
 void narrow(const float* source, Dtype dtype, void* destination, std::int64_t count) noexcept;
 

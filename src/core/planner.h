@@ -20,7 +20,7 @@ struct Capabilities {
     std::string concurrent_lanes_reason;  ///< why not
     bool fused = false;
     std::string fused_reason = "this backend has no fused kernel";
-    bool dependent_launch = false;   ///< the fused tail may start before the kernel in front of it has ended
+    bool dependent_launch = false;    ///< the fused tail may start before the kernel in front of it has ended
     std::int64_t row_alignment = 1;   ///< bytes: where rows of the caller's must begin
     bool whole_weights = false;       ///< the whole W_up is on every rank
     bool host_memory = false;         ///< the caller's tensors are host memory, so their values can be checked

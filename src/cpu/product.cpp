@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <map>
 #include <oneapi/dnnl/dnnl.hpp>
@@ -170,7 +169,7 @@ private:
         PerWorker& own = per_worker_[static_cast<std::size_t>(worker)];
         const void* right = weights.data;
         if (bf16 && weights.dtype == Dtype::e4m3) {
-            narrow_float8(weights, reinterpret_cast<std::uint16_t*>(own.weights.data()));
+            bf16_from_e4m3(weights.data, own.weights.data(), weights.rows * depth_);
             right = own.weights.data();
         } else if (!bf16 && weights.dtype != Dtype::f32) {
             widen(weights.data, weights.dtype, own.weights.data(), weights.rows * depth_);
@@ -188,15 +187,6 @@ private:
                                              {DNNL_ARG_SCRATCHPAD, {scratchpad, engine_, own.scratchpad.data()}}});
             own.stream.wait();
         }
-    }
-
-    /// bf16 holds every e4m3 value: the upper half of its float32.
-    static void narrow_float8(const ConstMatrix& from, std::uint16_t* to) noexcept {
-        const auto* bits = reinterpret_cast<const std::uint8_t*>(from.data);
-        const std::int64_t count = from.rows * from.columns;
-#pragma omp simd
-        for (std::int64_t i = 0; i < count; ++i)
-            to[i] = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(float_from_e4m3(bits[i])) >> 16);
     }
 
     void finish(int worker, std::int64_t tokens, std::int64_t first, std::int64_t width, const ProductWeights& weights,

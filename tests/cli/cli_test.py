@@ -228,6 +228,9 @@ class Files(Case):
         nemotron = self.make_checkpoint("nemotron", *SMALL, "--norm", "none")
         self.refuse(2, ["norm"], "run", "--weights", nemotron, "--norm", "rms")
 
+    def test_deferred_rows_are_drawn_only(self):
+        self.refuse(2, ["--deferred and --inputs", "combined rows"], "verify", "--inputs", self.make_inputs(), "--deferred", 2)
+
     def test_inputs_that_do_not_fit(self):
         inputs = self.make_inputs()
         self.refuse(2, ["missing"], "run", *SMALL, "--inputs", "missing")
@@ -348,6 +351,52 @@ class Results(Case):
                         self.assertEqual((case["rel_l2"], case["chain_rel_l2"]), (0, 0))
                     else:
                         self.assertGreater(case["chain_rel_l2"], 0)
+
+    # Each feature: which tails serve it on the CPU, and why the others do not.
+    PORTABLE = set(TAILS) - {"fused"}
+    FEATURES = (
+        (["--deferred", 4], PORTABLE, {}),
+        (["--deferred", 1, "--dtype", "f16"], PORTABLE, {}),
+        (["--float8-weights"], PORTABLE, {}),
+        (["--weight-dtype", "e4m3"], PORTABLE, {}),
+        (["--float8-weights", "--deferred", 3, "--no-prefix"], PORTABLE, {}),
+        (["--expert-parallel", "--shared", "reduced", "--deferred", 2], {"replicated", "column_parallel", "token_parallel"},
+         {"overlap": "already reduced", "late_reduce": "already reduced"}),
+        (["--shared", "absent", "--deferred", 2], PORTABLE - {"overlap"}, {"overlap": "there is no shared partial"}),
+        (["--sequence-parallel", "--deferred", 2, "--float8-weights"], {"token_parallel"},
+         {tail: "wants its own tokens only" for tail in PORTABLE - {"token_parallel"}}),
+    )
+
+    def test_every_feature_through_every_tail(self):
+        for arguments, serving, reasons in self.FEATURES:
+            with self.subTest(arguments):
+                verify = self.result("verify", "--backend", "cpu", *SMALL, "--norm", "none", "--tp", 3, "--tokens", "0,1,7", "--tail",
+                                     "all", *arguments)
+                self.assertEqual(verify["failed"], 0)
+                self.assertEqual({case["tail"] for case in verify["cases"]}, serving)
+                self.assertEqual(len(verify["cases"]), 3 * len(serving))
+                refused = {each["tail"]: each["reason"] for each in verify["refused"]}
+                self.assertEqual(set(refused), set(TAILS) - serving)
+                for tail, reason in reasons.items():
+                    self.assertIn(reason, refused[tail])
+
+    def test_batch_invariance_through_every_tail(self):
+        shape = ["--hidden", 768, "--latent", 512, "--norm", "none", "--tp", 3]
+        for tail in self.PORTABLE:
+            with self.subTest(tail):
+                verify = self.result("verify", "--backend", "cpu", *shape, "--tokens", "1,7,64,2,300", "--tail", tail, "--deferred", 2,
+                                     "--batch-invariant")
+                self.assertEqual(verify["passed"], 5)
+                self.assertTrue(all(case["batch_identical"] for case in verify["cases"]))
+        refused = self.result("verify", "--backend", "cpu", *shape, "--tokens", 1, "--batch-invariant")["refused"]
+        self.assertEqual(len(refused), len(TAILS) - 1)
+        for each in refused:
+            self.assertIn("a batch-invariant context keeps to one tail", each["reason"])
+
+    def test_float8_packing_tells_what_it_costs(self):
+        verify = self.result("verify", "--backend", "cpu", *SMALL, "--tokens", 5, "--float8-weights", "--tail", "replicated")
+        self.assertGreater(verify["float8_rel_l2"], 0.003)
+        self.assertLess(verify["float8_rel_l2"], 0.03)
 
     def test_verify_of_files(self):
         verify = self.result("verify", "--weights", self.make_checkpoint(), "--inputs", self.make_inputs(), "--tail", "auto")

@@ -1,4 +1,5 @@
-// Nobody sends anything: a thread owns 16 bytes of one token's row and reads those of each of its experts' rows, in slot order.
+// Nobody sends anything: a thread owns 16 bytes of one token's row and reads those of each of its experts' rows, in slot
+// order.
 //
 // The product and the sum of each step are rounded on their own (no fused multiply-add), as on the host.
 #include "gpu/kernels/combine_rows.h"

@@ -9,8 +9,8 @@
 
 namespace latent_moe::gpu {
 
-/// y[t] = T(Σ_j weights[t, j] · x[map[t, j]]), j in order; the same bits as `combine_row` (core/deferred.h). An entry below 0
-/// drops its slot; one of `count` or more, which would be read from nowhere, makes the row NaN.
+/// y[t] = T(Σ_j weights[t, j] · x[map[t, j]]), j in order; the same bits as `combine_row` (core/deferred.h). An entry below
+/// 0 drops its slot; one of `count` or more, which would be read from nowhere, makes the row NaN.
 struct CombineRows {
     ConstRows x;  ///< [count, width]
     std::int64_t count = 0;
