@@ -135,6 +135,9 @@ typedef struct latent_moe_options {
     int32_t cpu_threads;
     int32_t device;
     int32_t reserved_sms;
+    int32_t deferred_finalize;
+    int32_t batch_invariant;
+    int32_t float8_weights;
 } latent_moe_options;
 
 LATENT_MOE_C_API latent_moe_status latent_moe_options_init(latent_moe_options* options, size_t struct_size);
@@ -216,6 +219,16 @@ typedef struct latent_moe_rows {
     int64_t stride;
 } latent_moe_rows;
 
+/* The experts' un-combined rows, in place of `routed`, in a context with `deferred_finalize`. */
+typedef struct latent_moe_deferred_rows {
+    latent_moe_rows rows; /* [count, latent] */
+    int64_t count;
+    int64_t slots;
+    const void* weights;  /* [tokens, slots] */
+    int32_t weight_dtype; /* bf16 or f32 */
+    const int32_t* map;   /* [tokens, slots]; below 0 drops the slot */
+} latent_moe_deferred_rows;
+
 typedef struct latent_moe_input {
     size_t struct_size;
     latent_moe_rows routed;
@@ -225,6 +238,7 @@ typedef struct latent_moe_input {
     int32_t consume_shared;
     int32_t starts_early;
     int32_t releases_early;
+    latent_moe_deferred_rows deferred; /* slots 0: none */
 } latent_moe_input;
 
 LATENT_MOE_C_API latent_moe_status latent_moe_input_init(latent_moe_input* input, size_t struct_size);

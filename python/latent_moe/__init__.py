@@ -17,7 +17,19 @@ Arrays are NumPy's, PyTorch's or anybody's who speaks DLPack. See `docs/guides/p
 
 from latent_moe._core import Bootstrap, single_rank, thread_ranks
 from latent_moe._core import version as __version__
-from latent_moe.context import Candidate, Context, Fault, Layer, Options, Plan, Refusal, Shape, TokenRange, explain
+from latent_moe.context import (
+    Candidate,
+    Context,
+    DeferredRows,
+    Fault,
+    Layer,
+    Options,
+    Plan,
+    Refusal,
+    Shape,
+    TokenRange,
+    explain,
+)
 from latent_moe.errors import LatentMoeError
 from latent_moe.ranks import all_gather_ranks, mpi_ranks, run_thread_ranks
 
@@ -25,6 +37,7 @@ __all__ = [
     "Bootstrap",
     "Candidate",
     "Context",
+    "DeferredRows",
     "Fault",
     "LatentMoeError",
     "Layer",

@@ -46,9 +46,31 @@ class Options:
     shared: Literal["partial", "reduced", "absent"] = "partial"
     sequence_parallel: bool = False
     expert_parallel: bool = False
+    deferred_finalize: bool = False
+    batch_invariant: bool = False
+    float8_weights: bool = False
     cpu_threads: int = 0
     device: int = -1
     reserved_sms: int = 16
+
+
+@dataclass(frozen=True)
+class DeferredRows:
+    """The experts' un-combined rows, in place of `routed`, in a context with `deferred_finalize`:
+
+    routed[t] = Σ_j weights[t, j] · rows[row_map[t, j]], in slot order, in float32. A negative entry drops its slot.
+    """
+
+    rows: Array
+    """[any number, latent or more], in the activation dtype."""
+    weights: Array
+    """[tokens, slots], bf16 or f32, contiguous."""
+    row_map: Array
+    """[tokens, slots], int32, contiguous."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weights.shape[0], self.rows.shape[1]
 
 
 @dataclass(frozen=True)
@@ -119,7 +141,7 @@ class Layer:
 
     def run(
         self,
-        routed: Array,
+        routed: Array | DeferredRows,
         shared: Array | None = None,
         prefix: Array | None = None,
         out: Array | None = None,
@@ -134,15 +156,21 @@ class Layer:
         live until the work is done. On the CPU it is done when this returns. Collective: every rank makes the same call.
         """
         context = self.context
+        uncombined = None
+        tensor = routed
+        if isinstance(routed, DeferredRows):
+            uncombined = view(routed.rows), view(routed.weights), view(routed.row_map)
+            tensor = routed.rows
         if out is None:
-            out = empty_like(routed, context.output_rows(routed.shape[0]), context.shape.hidden)
+            out = empty_like(tensor, context.output_rows(routed.shape[0]), context.shape.hidden)
         self._core.run(
             context._core,
-            view(routed),
+            view(tensor) if uncombined is None else None,
+            uncombined,
             optional_view(shared),
             optional_view(prefix),
             view(out),
-            stream_of(routed, stream),
+            stream_of(tensor, stream),
             tail,
             consume_shared,
         )

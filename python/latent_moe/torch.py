@@ -10,6 +10,7 @@
 Importing this module registers, for CPU and GPU tensors, with fake kernels:
 
     torch.ops.latent_moe.tail(routed, shared?, prefix?, layer) -> Tensor
+    torch.ops.latent_moe.tail_deferred(rows, weights, row_map, shared?, prefix?, layer) -> Tensor
     torch.ops.latent_moe.tail_out(routed, shared?, prefix?, out!, layer) -> ()
     torch.ops.latent_moe.all_reduce_rms_norm(x, gamma?, context) -> Tensor
     torch.ops.latent_moe.accumulate_projection(a, c_slice!, layer) -> ()
@@ -95,21 +96,22 @@ def _optional(tensor: torch.Tensor | None):
     return None if tensor is None else torch_view(tensor)
 
 
-def _run(routed, shared, prefix, out, layer: Layer) -> None:
+def _run(routed, shared, prefix, out, layer: Layer, uncombined=None, consume_shared=False) -> None:
     layer._core.run(
         layer.context._core,
-        torch_view(routed),
+        torch_view(routed) if uncombined is None else None,
+        uncombined,
         _optional(shared),
         _optional(prefix),
         torch_view(out),
-        current_stream(routed.device),
+        current_stream(out.device),
         None,
-        False,
+        consume_shared,
     )
 
 
-def _output_like(routed: torch.Tensor, context: Context) -> torch.Tensor:
-    tokens = routed.shape[0]
+def _output_like(routed: torch.Tensor, context: Context, tokens: int | None = None) -> torch.Tensor:
+    tokens = routed.shape[0] if tokens is None else tokens
     if context.options.sequence_parallel:
         # As Context.own_tokens, in arithmetic that a symbolic number of tokens can follow.
         tokens = tokens * (context.rank + 1) // context.world - tokens * context.rank // context.world
@@ -127,6 +129,17 @@ def _tail_fake(routed, shared, prefix, layer: int):
     context = _layer(layer).context
     torch._check(routed.dim() == 2 and routed.shape[1] == context.shape.latent, lambda: "routed: expected [tokens, latent]")
     return _output_like(routed, context)
+
+
+def _tail_deferred(rows, weights, row_map, shared, prefix, layer: int):
+    of = _layer(layer)
+    out = _output_like(rows, of.context, weights.shape[0])
+    _run(None, shared, prefix, out, of, (torch_view(rows), torch_view(weights), torch_view(row_map)))
+    return out
+
+
+def _tail_deferred_fake(rows, weights, row_map, shared, prefix, layer: int):
+    return _output_like(rows, _layer(layer).context, weights.shape[0])
 
 
 def _tail_out(routed, shared, prefix, out, layer: int) -> None:
@@ -150,6 +163,12 @@ def _register() -> torch.library.Library:
     tags = (torch.Tag.pt2_compliant_tag,)
     for schema, kernel, fake in (
         ("tail(Tensor routed, Tensor? shared, Tensor? prefix, int layer) -> Tensor", _tail, _tail_fake),
+        (
+            "tail_deferred(Tensor rows, Tensor weights, Tensor row_map, Tensor? shared, Tensor? prefix, int layer)"
+            " -> Tensor",
+            _tail_deferred,
+            _tail_deferred_fake,
+        ),
         (
             "tail_out(Tensor routed, Tensor? shared, Tensor? prefix, Tensor(a!) out, int layer) -> ()",
             _tail_out,

@@ -216,6 +216,9 @@ Options options_from(const nb::handle& from) {
                             {SharedState::partial, SharedState::reduced, SharedState::absent}),
         .sequence_parallel = nb::cast<bool>(from.attr("sequence_parallel")),
         .expert_parallel = nb::cast<bool>(from.attr("expert_parallel")),
+        .deferred_finalize = nb::cast<bool>(from.attr("deferred_finalize")),
+        .batch_invariant = nb::cast<bool>(from.attr("batch_invariant")),
+        .float8_weights = nb::cast<bool>(from.attr("float8_weights")),
         .cpu_threads = nb::cast<int>(from.attr("cpu_threads")),
         .device = nb::cast<int>(from.attr("device")),
         .reserved_sms = nb::cast<int>(from.attr("reserved_sms")),
@@ -272,15 +275,47 @@ Layer add_layer(Context& context, std::int64_t id, const View& weights, const st
     return context.add_layer(id, view, gamma ? gamma->data : nullptr);
 }
 
-/// One tail. `layer` knows its context; `context` is passed for the checks.
-void run(const Layer& layer, const Context& context, const View& routed, const std::optional<View>& shared,
-         const std::optional<View>& prefix, View& out, std::uintptr_t stream, const std::optional<std::string>& tail,
-         bool consume_shared) {
+/// Un-combined rows: (rows, weights [tokens, slots], row map [tokens, slots]).
+using Uncombined = std::tuple<View, View, View>;
+
+DeferredRows deferred_from(const Uncombined& from, const Expectation& expected, std::int64_t latent) {
+    const auto& [rows, weights, map] = from;
+    if (rows.columns < latent) {
+        refuse("the deferred rows are " + shape_text(rows.rows, rows.columns) + ", expected at least " +
+               std::to_string(latent) + " columns");
+    }
+    expected.check("the deferred rows", rows, rows.rows, rows.columns);
+    if (weights.dtype != "bf16" && weights.dtype != "f32")
+        refuse("the deferred weights are " + weights.dtype + ", expected bf16 or f32");
+    if (map.dtype != "i32" || map.rows != weights.rows || map.columns != weights.columns) {
+        refuse("the deferred row map is " + shape_text(map.rows, map.columns) + " of " + map.dtype + ", expected " +
+               shape_text(weights.rows, weights.columns) + " of i32");
+    }
+    for (const View& view : {weights, map}) {
+        if (view.device != expected.device) refuse("the deferred weights and map must be on the " + expected.device);
+        if (view.rows > 1 && view.stride != view.columns) refuse("the deferred weights and map must be contiguous");
+    }
+    return {.rows = {rows.data, rows.stride},
+            .count = rows.rows,
+            .slots = weights.columns,
+            .weights = weights.data,
+            .weight_dtype = weights.dtype == "bf16" ? Dtype::bf16 : Dtype::f32,
+            .map = static_cast<const std::int32_t*>(map.data)};
+}
+
+/// One tail. `routed` or `uncombined` is given. `context` is that of the layer, for the checks.
+void run(const Layer& layer, const Context& context, const std::optional<View>& routed,
+         const std::optional<Uncombined>& uncombined, const std::optional<View>& shared, const std::optional<View>& prefix,
+         View& out, std::uintptr_t stream, const std::optional<std::string>& tail, bool consume_shared) {
+    if (routed.has_value() == uncombined.has_value()) refuse("expected routed rows or un-combined ones, and not both");
     const Shape& shape = context.shape();
     const Expectation expected = expectation_of(context);
-    const std::int64_t tokens = routed.rows;
+    const std::int64_t tokens = routed ? routed->rows : std::get<1>(*uncombined).rows;
     const std::int64_t own = context.options().sequence_parallel ? context.own_tokens(tokens, context.rank()).count : tokens;
+    DeferredRows deferred;
+    if (uncombined) deferred = deferred_from(*uncombined, expected, shape.latent);
     const TailInput input{.routed = expected.rows("routed", routed, tokens, shape.latent),
+                          .deferred = uncombined ? &deferred : nullptr,
                           .shared = expected.rows("shared", shared, tokens, shape.hidden),
                           .prefix = expected.rows("prefix", prefix, own, shape.hidden),
                           .tokens = tokens,
@@ -423,8 +458,8 @@ NB_MODULE(_core, module) {
 
     nb::class_<Layer>(module, "Layer")
         .def_prop_ro("id", &Layer::id)
-        .def("run", &run, "context"_a, "routed"_a, "shared"_a.none(), "prefix"_a.none(), "out"_a, "stream"_a,
-             "tail"_a.none(), "consume_shared"_a);
+        .def("run", &run, "context"_a, "routed"_a.none(), "uncombined"_a.none(), "shared"_a.none(), "prefix"_a.none(),
+             "out"_a, "stream"_a, "tail"_a.none(), "consume_shared"_a);
 
     nb::class_<Context>(module, "Context")
         .def_static("create", &create, "shape"_a, "bootstrap"_a, "options"_a)

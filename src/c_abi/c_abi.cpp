@@ -139,7 +139,10 @@ latent_moe_options default_options() noexcept {
                                 .expert_parallel = options.expert_parallel ? 1 : 0,
                                 .cpu_threads = options.cpu_threads,
                                 .device = options.device,
-                                .reserved_sms = options.reserved_sms};
+                                .reserved_sms = options.reserved_sms,
+                                .deferred_finalize = options.deferred_finalize ? 1 : 0,
+                                .batch_invariant = options.batch_invariant ? 1 : 0,
+                                .float8_weights = options.float8_weights ? 1 : 0};
     for (std::size_t tail = 0; tail < options.tail_token_limit.size(); ++tail)
         defaults.tail_token_limit[tail] = options.tail_token_limit[tail];
     return defaults;
@@ -157,6 +160,9 @@ Options options_of(const latent_moe_options* given) {
                     .shared = enumerator<SharedState>("shared", from.shared, LATENT_MOE_SHARED_ABSENT + 1),
                     .sequence_parallel = from.sequence_parallel != 0,
                     .expert_parallel = from.expert_parallel != 0,
+                    .deferred_finalize = from.deferred_finalize != 0,
+                    .batch_invariant = from.batch_invariant != 0,
+                    .float8_weights = from.float8_weights != 0,
                     .cpu_threads = from.cpu_threads,
                     .device = from.device,
                     .reserved_sms = from.reserved_sms};
@@ -183,9 +189,19 @@ ConstRows rows_of(const latent_moe_rows& rows) noexcept {
 
 constexpr latent_moe_input default_input{.struct_size = sizeof(latent_moe_input)};
 
-TailInput input_of(const latent_moe_input* given) {
+/// `deferred` holds what the input refers to.
+TailInput input_of(const latent_moe_input* given, DeferredRows& deferred) {
     const latent_moe_input from = read_struct("input", given, default_input);
+    if (from.deferred.slots != 0) {
+        deferred = {.rows = rows_of(from.deferred.rows),
+                    .count = from.deferred.count,
+                    .slots = from.deferred.slots,
+                    .weights = from.deferred.weights,
+                    .weight_dtype = dtype_of("dtype of the deferred weights", from.deferred.weight_dtype),
+                    .map = from.deferred.map};
+    }
     return {.routed = rows_of(from.routed),
+            .deferred = from.deferred.slots != 0 ? &deferred : nullptr,
             .shared = rows_of(from.shared),
             .prefix = rows_of(from.prefix),
             .tokens = from.tokens,
@@ -442,7 +458,8 @@ latent_moe_status latent_moe_layer_run(const latent_moe_layer* layer, int32_t ta
     latent_moe::Status status;
     const latent_moe_status refused = guarded([&] {
         const latent_moe::Layer& of = present("layer", layer).layer;
-        const latent_moe::TailInput given = input_of(input);
+        latent_moe::DeferredRows deferred;
+        const latent_moe::TailInput given = input_of(input, deferred);
         const std::optional<latent_moe::Tail> asked = tail_of(tail);
         const latent_moe::Rows to{out, out_stride};
         status = asked ? of.run(*asked, given, to, stream) : of.run(given, to, stream);

@@ -119,6 +119,44 @@ TEST_F(CAbi, ComputesTheBitsThatTheCppApiComputes) {
     EXPECT_EQ(latent_moe_layer_id(layer), 3);
 }
 
+TEST_F(CAbi, TakesUncombinedRows) {
+    latent_moe_options options = small_options();
+    options.deferred_finalize = 1;
+    const latent_moe_shape shape = small_shape();
+    latent_moe_context* deferring = nullptr;
+    const latent_moe_layer* same = nullptr;
+    ASSERT_EQ(latent_moe_context_create(&shape, bootstrap, &options, &deferring), LATENT_MOE_OK) << latent_moe_last_error();
+    const latent_moe_weights weights = small_weights();
+    ASSERT_EQ(latent_moe_context_add_layer(deferring, 3, &weights, norm_weights().data(), &same), LATENT_MOE_OK);
+    ASSERT_EQ(latent_moe_context_seal(deferring), LATENT_MOE_OK);
+    ASSERT_EQ(run(), LATENT_MOE_OK);
+
+    // The rows backwards, each with weight 1 in the second of two slots.
+    const std::vector<float> slot_weights = {7, 1, 7, 1, 7, 1, 7, 1, 7, 1};
+    const std::vector<std::int32_t> map = {-1, 4, -1, 3, -1, 2, -1, 1, -1, 0};
+    std::vector<float> rows;
+    for (std::int64_t token = tokens; token-- > 0;)
+        rows.insert(rows.end(), routed.begin() + token * latent, routed.begin() + (token + 1) * latent);
+    latent_moe_input uncombined = input;
+    uncombined.routed.data = nullptr;
+    uncombined.deferred = {.rows = {rows.data(), 0},
+                           .count = tokens,
+                           .slots = 2,
+                           .weights = slot_weights.data(),
+                           .weight_dtype = LATENT_MOE_F32,
+                           .map = map.data()};
+    std::vector<float> combined(out.size());
+    const auto run_uncombined = [&](const latent_moe_layer* through) {
+        return latent_moe_layer_run(through, LATENT_MOE_TAIL_AUTO, &uncombined, combined.data(), 0, nullptr);
+    };
+    ASSERT_EQ(run_uncombined(same), LATENT_MOE_OK) << latent_moe_last_error();
+    EXPECT_EQ(combined, out);
+    EXPECT_FAILURE(run_uncombined(layer), LATENT_MOE_UNSUPPORTED, "deferred_finalize is off");
+    uncombined.deferred.weight_dtype = 7;
+    EXPECT_FAILURE(run_uncombined(same), LATENT_MOE_INVALID_ARGUMENT, "dtype of the deferred weights is number 7");
+    latent_moe_context_destroy(deferring);
+}
+
 TEST_F(CAbi, TellsWhatTheContextIs) {
     EXPECT_EQ(latent_moe_context_rank(context), 0);
     EXPECT_EQ(latent_moe_context_world(context), 1);

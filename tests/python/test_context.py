@@ -112,6 +112,71 @@ def test_weights_may_be_a_shard_and_float8_with_scales():
     assert same_bits(named, raw)
 
 
+@pytest.mark.parametrize("weight_dtype", [np.float32, ml_dtypes.bfloat16])
+def test_every_tail_combines_the_experts_rows_itself(weight_dtype):
+    """Two experts a token, rows in reverse order and wider than the latent, a third slot dropped."""
+    problem = Problem(tokens=7)
+    weights = np.array([[0.75, 0.5, 9]] * 7, weight_dtype)
+    row_map = np.array([[13 - token, 6 - token, -1] for token in range(7)], np.int32)
+
+    def body(bootstrap):
+        context = problem.context(bootstrap, deferred_finalize=True)
+        routed = problem.routed[bootstrap.rank]
+        wide = np.full((14, problem.latent + 8), 7, routed.dtype)
+        wide[:, : problem.latent] = np.concatenate([routed, -routed])[::-1]
+        rows = lm.DeferredRows(wide, weights, row_map)
+        combined = (routed.astype(np.float32) * 0.25).astype(routed.dtype)
+        for tail in ("replicated", "overlap", "column_parallel", "token_parallel"):
+            arrays = problem.shared[bootstrap.rank], problem.prefix
+            expected = context.layers[0].run(combined, *arrays, tail=tail)
+            assert same_bits(context.layers[0].run(rows, *arrays, tail=tail), expected), tail
+
+    lm.run_thread_ranks(2, body)
+
+
+def test_deferred_rows_that_do_not_fit_are_refused_by_name():
+    problem = Problem(world=1, tokens=2)
+    layer = problem.context(lm.single_rank(), deferred_finalize=True).layers[0]
+    rows, weights, row_map = problem.routed[0], np.ones((2, 1), np.float32), np.zeros((2, 1), np.int32)
+    for parts, text in (
+        ((rows[:, :32], weights, row_map), "expected at least 64 columns"),
+        ((rows.astype(np.float32), weights, row_map), "the deferred rows is f32, expected bf16"),
+        ((rows, weights.astype(np.float16), row_map), "the deferred weights are f16"),
+        ((rows, weights, row_map.astype(np.float32)), r"row map is \[2, 1\] of f32"),
+        ((rows, weights, row_map[:1]), r"row map is \[1, 1\] of i32, expected \[2, 1\]"),
+        ((rows, weights, row_map + 2), "says 2 for slot 0 of token 0, expected below 2"),
+    ):
+        out = np.zeros((2, problem.hidden), rows.dtype)
+        refused(
+            lambda parts=parts, out=out: layer.run(lm.DeferredRows(*parts), problem.shared[0], out=out),
+            "invalid argument",
+            text,
+        )
+
+
+def test_a_batch_invariant_context_gives_a_row_the_same_bits_in_any_batch():
+    problem = Problem(tokens=40)
+
+    def body(bootstrap):
+        context = problem.context(bootstrap, batch_invariant=True)
+        assert len(context.plan(40).candidates) == 1
+        arrays = problem.routed[bootstrap.rank], problem.shared[bootstrap.rank], problem.prefix
+        whole = context.layers[0].run(*arrays)
+        for rows in (slice(0, 1), slice(7, 8), slice(3, 30)):
+            assert same_bits(context.layers[0].run(*(each[rows] for each in arrays)), whole[rows])
+
+    lm.run_thread_ranks(2, body)
+
+
+def test_weights_are_packed_as_float8_where_asked():
+    problem = Problem(world=1)
+    plain = problem.context(lm.single_rank())
+    packed = problem.context(lm.single_rank(), float8_weights=True)
+    assert packed.weight_bytes < 0.6 * plain.weight_bytes
+    out = packed.layers[0].run(problem.routed[0], problem.shared[0], problem.prefix)
+    assert relative_error(out, problem.reference()) < 0.03
+
+
 def test_the_plan_says_which_tail_and_why_not_the_others():
     plans = lm.explain(lm.Shape.preset("kimi-k3"), 2, [1, 4096], lm.Options(backend="cpu", max_tokens=1024))
     assert plans[0].tail == "column_parallel"

@@ -92,6 +92,19 @@ def test_operators_are_well_formed():
     torch.library.opcheck(ops.accumulate_projection.default, (routed, shared.clone(), number), test_utils=checks)
 
 
+def test_uncombined_rows_are_taken_by_an_operator():
+    problem = Problem(world=1)
+    layer = sealed(problem, lm.single_rank(), deferred_finalize=True)
+    routed, shared, prefix = inputs(problem)
+    rows = torch.cat([routed, routed])
+    row_map = torch.tensor([[token + 5, token] for token in range(5)], dtype=torch.int32)
+    arguments = rows, torch.full((5, 2), 0.5, dtype=torch.bfloat16), row_map, shared, prefix, adapter.handle(layer)
+    out = torch.ops.latent_moe.tail_deferred(*arguments)
+    assert torch.equal(out, torch.ops.latent_moe.tail(routed, shared, prefix, adapter.handle(layer)))
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.latent_moe.tail_deferred.default, arguments, test_utils=checks)
+
+
 def test_the_parts_are_operators():
     problem = Problem(world=1)
     layer = sealed(problem, lm.single_rank())
