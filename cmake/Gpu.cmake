@@ -1,5 +1,6 @@
-# Decides whether a GPU backend is built, and with which compiler: sets LATENT_MOE_GPU_VENDOR to cuda or none.
+# Decides whether a GPU backend is built, and with which compiler: sets LATENT_MOE_GPU_VENDOR to cuda, hip or none.
 set(LATENT_MOE_CUDA_ARCHITECTURES "90a" CACHE STRING "GPU architectures: 90a has the Hopper kernels; add 80;100 for portable ones")
+set(LATENT_MOE_HIP_ARCHITECTURES "" CACHE STRING "AMD architectures; empty: gfx942, gfx90a, and gfx950 where the compiler knows it")
 set(LATENT_MOE_GPU_VENDOR none)
 if(LATENT_MOE_GPU STREQUAL "auto" OR LATENT_MOE_GPU STREQUAL "cuda")
     # nvcc need not be on the PATH: look where NVIDIA's packages put it.
@@ -35,7 +36,10 @@ if(LATENT_MOE_GPU STREQUAL "auto" OR LATENT_MOE_GPU STREQUAL "cuda")
     elseif(LATENT_MOE_GPU STREQUAL "cuda")
         message(FATAL_ERROR "LATENT_MOE_GPU is cuda, but no nvcc was found")
     endif()
+elseif(LATENT_MOE_GPU STREQUAL "hip")
+    include(Hip)
+    set(LATENT_MOE_GPU_VENDOR hip)
 elseif(NOT LATENT_MOE_GPU STREQUAL "none")
-    message(FATAL_ERROR "LATENT_MOE_GPU is '${LATENT_MOE_GPU}', expected auto, cuda or none")
+    message(FATAL_ERROR "LATENT_MOE_GPU is '${LATENT_MOE_GPU}', expected auto, cuda, hip or none")
 endif()
 message(STATUS "GPU backend: ${LATENT_MOE_GPU_VENDOR}")

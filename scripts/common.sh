@@ -5,6 +5,7 @@ cd "$root"
 
 build_packages=(g++ cmake ninja-build git libdnnl-dev ocl-icd-opencl-dev libopenmpi-dev openmpi-bin libfmt-dev libcli11-dev
                 nlohmann-json3-dev)
+hip_packages=(clang-19 clang-tools-19 lld-19 llvm-19 rocm-device-libs libamdhip64-dev)
 test_packages=(libgtest-dev relacy-dev clang-format-14 clang-tidy-19 clang-14 libclang-rt-14-dev python3)
 
 say() { printf '\n== %s\n' "$*"; }

@@ -34,6 +34,13 @@ struct Options {
                                      ///< docs/numerics.md for the price
     bool float8_weights = false;     ///< pack W_up as e4m3 with a scale a row, whatever is given: half the bytes of bf16
 
+    // Where an engine has reducers beside this library's.
+    bool custom_all_reduce = true;  ///< false: the engine has custom all-reduces switched off, so nothing here exchanges
+                                    ///< through peer memory either; the vendor's collectives do all of it
+    std::int64_t other_reducer_from_bytes = INT64_MAX;  ///< summands of this size on are another reducer's, which takes
+                                                        ///< precedence: no tail with a reducer of its own runs for them
+    bool captured = false;  ///< the calls will be captured in graphs: only what is known to survive that is chosen
+
     int cpu_threads = 0;    ///< CPU backend: worker threads of this rank; 0: the machine's cores shared among local ranks
     int device = -1;        ///< GPU backend: the device of this rank; -1: rank modulo the number of devices
     int reserved_sms = 16;  ///< GPU backend: multiprocessors that kernels which wait for peers leave to others

@@ -217,6 +217,13 @@ void add_context_options(CLI::App& app, Arguments& arguments) {
     app.add_flag("--sequence-parallel", arguments.sequence_parallel, "each rank wants only its own rows of the output")
         ->group(rank_group);
     app.add_flag("--expert-parallel", arguments.expert_parallel, "the ranks split experts, not columns")->group(rank_group);
+    app.add_flag("!--no-custom-all-reduce", arguments.custom_all_reduce,
+                 "the engine has custom all-reduces switched off: the vendor's collectives do it all")
+        ->group(rank_group);
+    app.add_flag("--captured", arguments.captured, "the calls will be captured in graphs")->group(rank_group);
+    add_number(app, "--other-reducer-from-bytes", arguments.other_reducer_from_bytes,
+               "summands of this size on are another reducer's of the engine", 1, INT64_MAX)
+        ->group(rank_group);
     app.add_flag("--keep-whole-weights", arguments.keep_whole_weights,
                  "keep all of W_up on every rank, so that more tails can run")
         ->group(rank_group);

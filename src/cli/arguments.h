@@ -53,6 +53,9 @@ struct Arguments {
     std::optional<SharedState> shared;
     bool sequence_parallel = false;
     bool expert_parallel = false;
+    bool custom_all_reduce = true;
+    bool captured = false;
+    std::optional<std::int64_t> other_reducer_from_bytes;
     bool keep_whole_weights = false;
     int deferred_slots = 0;  ///< hand over this many un-combined rows a token; 0: combined ones
     bool batch_invariant = false;

@@ -129,8 +129,8 @@ Command bench_command() {
             .examples =
                 "  latent-moe bench --model kimi-k3 --tp 2 --tokens 1,8,64,256 --tail all\n"
                 "  latent-moe bench --model kimi-k3 --tp 2 --tokens 256 --tail column_parallel --json bench.json\n"
-                "  latent-moe bench --backend cuda --model kimi-k3 --tokens 16 --trace trace.json --progress\n"
-                "  latent-moe bench --backend cuda --model kimi-k3 --step --tpot-ms 23.86\n"
+                "  latent-moe bench --model kimi-k3 --tokens 16 --trace trace.json --progress\n"
+                "  latent-moe bench --model kimi-k3 --step --tpot-ms 23.86\n"
                 "  latent-moe bench --weights checkpoint/ --layers 3 --tp 4 --repeats 20",
             .add_options = &add_options,
             .execute = &execute};

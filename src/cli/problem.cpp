@@ -129,6 +129,9 @@ Options make_options(const Arguments& arguments, const Shape& shape, int world, 
     options.batch_invariant = arguments.batch_invariant;
     if (arguments.batch_invariant && arguments.tail.one_named()) options.tail = arguments.tail.named.front();
     options.float8_weights = arguments.float8_weights;
+    options.custom_all_reduce = arguments.custom_all_reduce;
+    options.captured = arguments.captured;
+    options.other_reducer_from_bytes = arguments.other_reducer_from_bytes.value_or(options.other_reducer_from_bytes);
     options.cpu_threads = arguments.threads;
     for (const auto& [tail, most] : arguments.limits) options.tail_token_limit[static_cast<std::size_t>(tail)] = most;
 

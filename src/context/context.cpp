@@ -173,6 +173,9 @@ void describe(Agreement& agreement, const Shape& shape, const Options& options, 
     agreement.field("deferred_finalize", fmt::format("{}", options.deferred_finalize));
     agreement.field("batch_invariant", fmt::format("{}", options.batch_invariant));
     agreement.field("float8_weights", fmt::format("{}", options.float8_weights));
+    agreement.field("custom_all_reduce", fmt::format("{}", options.custom_all_reduce));
+    agreement.field("other_reducer_from_bytes", fmt::format("{}", options.other_reducer_from_bytes));
+    agreement.field("captured", fmt::format("{}", options.captured));
     agreement.field("cpu_threads", fmt::format("{}", options.cpu_threads));
     agreement.field("reserved_sms", fmt::format("{}", options.reserved_sms));
 }

@@ -41,6 +41,13 @@ std::optional<Tail> Planner::choice_for_all_tokens() const noexcept {
     return best;
 }
 
+std::int64_t Planner::latent_bytes(std::int64_t tokens) const noexcept {
+    return tokens * shape_.latent * static_cast<std::int64_t>(bytes_of(shape_.activations));
+}
+std::int64_t Planner::summand_bytes(std::int64_t tokens) const noexcept {
+    return tokens * shape_.hidden * static_cast<std::int64_t>(bytes_of(shape_.activations));
+}
+
 Planner::Gate Planner::gate(Tail tail, std::int64_t tokens) const noexcept {
     if (options_.tail && *options_.tail != tail) return Gate::other_tail_asked;
     if (tokens > options_.max_tokens) return Gate::max_tokens;
@@ -53,7 +60,13 @@ Planner::Gate Planner::gate(Tail tail, std::int64_t tokens) const noexcept {
     if ((tail == Tail::overlap || tail == Tail::late_reduce) && options_.shared == SharedState::reduced)
         return Gate::shared_reduced;
     if (tail == Tail::fused && !capabilities_.fused) return Gate::fused_kernel;
+    if (tail == Tail::fused && !options_.custom_all_reduce) return Gate::custom_all_reduce;
     if (tail == Tail::fused && tokens > options_.capacity_tokens) return Gate::capacity;
+    if (tail == Tail::fused && latent_bytes(tokens) > capabilities_.one_stage_bytes) return Gate::one_stage;
+    if (tail == Tail::fused && summand_bytes(tokens) >= options_.other_reducer_from_bytes) return Gate::other_reducer;
+    if (tail != Tail::fused && world_ > 1 && options_.captured && !capabilities_.not_captured_reason.empty()) {
+        return Gate::capture;
+    }
     if (tail == Tail::overlap && !capabilities_.concurrent_lanes) return Gate::lanes;
     if (!splits_columns(tail) && world_ > 1 && !capabilities_.whole_weights) return Gate::whole_weights;
     return Gate::open;
@@ -87,6 +100,14 @@ std::string Planner::refusal(Tail tail, std::int64_t tokens) const {
         case Gate::other_tail_asked:
             return kept_to_one_ ? fmt::format("a batch-invariant context keeps to one tail, {}", name(*options_.tail))
                                 : fmt::format("the options ask for {} only", name(*options_.tail));
+        case Gate::custom_all_reduce: return "custom all-reduce is switched off, and this tail has one inside";
+        case Gate::one_stage:
+            return fmt::format("{} bytes of latents exceed the {} that may go to every one of {} ranks in one stage",
+                               latent_bytes(tokens), capabilities_.one_stage_bytes, world_);
+        case Gate::other_reducer:
+            return fmt::format("a summand of {} bytes belongs to another reducer, which takes precedence from {} on",
+                               summand_bytes(tokens), options_.other_reducer_from_bytes);
+        case Gate::capture: return fmt::format("the calls are to be captured, and {}", capabilities_.not_captured_reason);
         case Gate::token_limit:
             return fmt::format("{} tokens exceed the limit of {} tokens that the options set for it", tokens,
                                options_.tail_token_limit[static_cast<std::size_t>(tail)]);

@@ -20,12 +20,14 @@ struct Capabilities {
     std::string concurrent_lanes_reason;  ///< why not
     bool fused = false;
     std::string fused_reason = "this backend has no fused kernel";
-    bool dependent_launch = false;    ///< the fused tail may start before the kernel in front of it has ended
-    std::int64_t row_alignment = 1;   ///< bytes: where rows of the caller's must begin
-    bool whole_weights = false;       ///< the whole W_up is on every rank
-    bool host_memory = false;         ///< the caller's tensors are host memory, so their values can be checked
-    std::string no_batch_invariance;  ///< why a row's bits depend on the rest of the batch; empty: they need not
-    std::string no_float8_packing;    ///< why weights cannot be packed as e4m3 here; empty: they can
+    bool dependent_launch = false;             ///< the fused tail may start before the kernel in front of it has ended
+    std::int64_t one_stage_bytes = INT64_MAX;  ///< most latents of a rank that the fused tail may send to every other
+    std::string not_captured_reason;           ///< why the portable tails may not be captured; empty: they may
+    std::int64_t row_alignment = 1;            ///< bytes: where rows of the caller's must begin
+    bool whole_weights = false;                ///< the whole W_up is on every rank
+    bool host_memory = false;                  ///< the caller's tensors are host memory, so their values can be checked
+    std::string no_batch_invariance;           ///< why a row's bits depend on the rest of the batch; empty: they need not
+    std::string no_float8_packing;             ///< why weights cannot be packed as e4m3 here; empty: they can
 };
 
 /// Whether a call through this tail may come in two halves (`Layer::begin`).
@@ -62,10 +64,16 @@ private:
         sequence_parallel,
         other_tail_asked,
         token_limit,
+        custom_all_reduce,
+        one_stage,
+        other_reducer,
+        capture,
     };
 
     Gate gate(Tail tail, std::int64_t tokens) const noexcept;
     std::optional<Tail> choice_for_all_tokens() const noexcept;
+    std::int64_t latent_bytes(std::int64_t tokens) const noexcept;
+    std::int64_t summand_bytes(std::int64_t tokens) const noexcept;  ///< of the shared partial
     double cost_us(Tail tail, std::int64_t tokens) const;
 
     Shape shape_;

@@ -21,7 +21,11 @@
 namespace latent_moe::gpu {
 namespace {
 
+#ifdef LATENT_MOE_HIP
+constexpr const char* libraries_name = "rccl+hipblaslt";
+#else
 constexpr const char* libraries_name = "nccl+cublaslt";
+#endif
 
 enum class Order : std::uint8_t {
     native,   ///< all-reduce latent, norm, whole product, all-reduce shared, add
@@ -45,6 +49,8 @@ ncclDataType_t type_of(Dtype dtype) {
         default: return ncclFloat32;
     }
 }
+
+#ifndef LATENT_MOE_HIP
 
 /// Memory in windows that all ranks registered together.
 class WindowMemory final : public Memory {
@@ -84,6 +90,8 @@ private:
     int device_number_;
     std::map<void*, ncclWindow_t> windows_;
 };
+
+#endif
 
 /// A buffer of some kind of memory.
 class Buffer {
@@ -241,6 +249,7 @@ private:
     void add_symmetric() {
         constexpr const char* suffix = ", symmetric";
         std::string reason = look_for_nccl().window_missing;
+#ifndef LATENT_MOE_HIP
         if (reason.empty()) {
             windows_.emplace(*communicator_, device_, device_number_);
             try {
@@ -249,6 +258,7 @@ private:
                 reason = error.what();
             }
         }
+#endif
         for (const Order order : {Order::native, Order::overlap, Order::column})
             refused_.push_back({full_name(order, suffix), reason});
     }
@@ -350,7 +360,9 @@ private:
     Event forked_;
     Event joined_;
     std::optional<NcclCommunicator> communicator_;
+#ifndef LATENT_MOE_HIP
     std::optional<WindowMemory> windows_;
+#endif
     std::optional<Gemm> gemm_;
     DeviceMemory normed_;
     DeviceMemory product_;

@@ -7,6 +7,7 @@
 
 #include "gpu/collective_setup.h"
 #include "gpu/runtime/check.h"
+#include "gpu/runtime/vendor.h"
 #include "latent_moe/status.h"
 
 namespace latent_moe::gpu {
@@ -55,6 +56,9 @@ FusedPart::FusedPart(const Bootstrap& bootstrap, const Shape& shape, const Optio
 }
 
 std::string FusedPart::plan(int max_ctas) {
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    if (std::string reason = vendor::why_not_fused(device); !reason.empty()) return reason;
     if (const cudaError_t error = prepare_fused_tail(); error != cudaSuccess) {
         return fmt::format("this build has no fused kernel for the device ({})", cudaGetErrorString(error));
     }
@@ -66,6 +70,11 @@ std::string FusedPart::plan(int max_ctas) {
     }
     static_cast<void>(cudaGetLastError());
     if (plans_.empty()) return fmt::format("its grid does not fit in {} CTAs, all resident at once", max_ctas);
+    try {
+        workspace_ = DeviceMemory(static_cast<std::size_t>(fused_tail_workspace_bytes(tail_shape_)), "fused tail");
+    } catch (const Error& error) {
+        return error.what();
+    }
     return {};
 }
 
@@ -95,6 +104,7 @@ void FusedPart::run(const TailCall& call, const GpuPackedLayer& layer, const Exc
                          .region_offset = control_bytes,
                          .shape = tail_shape_,
                          .plan = plan_for(call.tokens),
+                         .workspace = workspace_.get(),
                          .routed = {call.routed.data, call.routed.stride},
                          .shared = {call.shared.data, call.shared.stride},
                          .shared_is_sum = call.shared_state == SharedState::reduced,

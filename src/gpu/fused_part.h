@@ -8,6 +8,7 @@
 #include "gpu/kernels/fused_tail.h"
 #include "gpu/packed_layer.h"
 #include "gpu/primitives/window.h"
+#include "gpu/runtime/resources.h"
 #include "latent_moe/bootstrap.h"
 #include "latent_moe/options.h"
 #include "latent_moe/shape.h"
@@ -29,6 +30,7 @@ public:
     int grid() const noexcept;
     /// Of its part of the window: a head like every window's (window.h), and its mailboxes.
     std::int64_t window_bytes() const noexcept;
+    std::size_t workspace_bytes() const noexcept { return workspace_.bytes(); }
     void reset(void* base, cudaStream_t stream) const;
 
     /// `exchange.window` has this part's bases. Enqueues one kernel.
@@ -41,6 +43,7 @@ private:
     Shape shape_;
     FusedTailShape tail_shape_;
     std::vector<FusedTailPlan> plans_;  // by ascending rows
+    DeviceMemory workspace_;
     std::string missing_;
 };
 

@@ -11,7 +11,6 @@
 
 #include "gpu/collective_setup.h"
 #include "gpu/kernels/convert.h"
-#include "gpu/refused_algorithms.h"
 
 namespace latent_moe::gpu {
 namespace {
@@ -32,113 +31,22 @@ std::int64_t bucket_bottom(int bucket) noexcept {
     return bucket == 0 ? 1 : bucket_top(bucket - 1) + 1;
 }
 
-cudaDataType_t type_of(Dtype dtype) {
-    switch (dtype) {
-        case Dtype::bf16: return CUDA_R_16BF;
-        case Dtype::f16: return CUDA_R_16F;
-        case Dtype::f32: return CUDA_R_32F;
-        case Dtype::e4m3: break;
-    }
-    throw Error(StatusCode::internal, "cuBLASLt products take bf16, f16 or f32");
-}
-
-/// 16, or the largest smaller power of two that address and stride allow.
-std::uint32_t alignment_of(const void* data, std::int64_t stride, Dtype dtype) {
-    const std::uint64_t bits =
-        reinterpret_cast<std::uintptr_t>(data) | static_cast<std::uint64_t>(stride) * bytes_of(dtype) | 16;
-    return 1U << std::countr_zero(bits);
-}
-
 }  // namespace
 
-/// The library's view of a product. It counts columns first, so ours is transposed: Dᵀ[n, m] = W · Xᵀ.
-struct Gemm::Description {
-    cublasLtMatmulDescOpaque_t product;
-    cublasLtMatrixLayoutOpaque_t w, x, c, d;
-    std::uint32_t w_alignment, x_alignment, c_alignment, d_alignment;
-    std::int64_t m;
-
-    Description(const Operands& o, std::int64_t k) : m(o.m) {
-        const CublasLt& api = cublas_lt();
-        check(api.MatmulDescInit_internal(&product, sizeof product, CUBLAS_COMPUTE_32F, CUDA_R_32F),
-              "cublasLtMatmulDescInit");
-        const cublasOperation_t transpose = CUBLAS_OP_T;
-        check(api.MatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_TRANSA, &transpose, sizeof transpose),
-              "cublasLtMatmulDescSetAttribute");
-        const auto layout = [&](cublasLtMatrixLayoutOpaque_t& to, Dtype dtype, std::int64_t rows, std::int64_t columns,
-                                std::int64_t stride) {
-            check(api.MatrixLayoutInit_internal(&to, sizeof to, type_of(dtype), static_cast<std::uint64_t>(rows),
-                                                static_cast<std::uint64_t>(columns), stride),
-                  "cublasLtMatrixLayoutInit");
-        };
-        layout(w, o.in, k, o.n, k);
-        layout(x, o.in, k, o.m, o.x_stride);
-        layout(c, o.out, o.n, o.m, o.c != nullptr ? o.c_stride : o.d_stride);
-        layout(d, o.out, o.n, o.m, o.d_stride);
-        w_alignment = alignment_of(o.w, k, o.in);
-        x_alignment = alignment_of(o.x, o.x_stride, o.in);
-        c_alignment = o.c != nullptr ? alignment_of(o.c, o.c_stride, o.out) : 16;
-        d_alignment = alignment_of(o.d, o.d_stride, o.out);
-    }
-
-    bool aligned() const noexcept {
-        return w_alignment == 16 && x_alignment == 16 && c_alignment == 16 && d_alignment == 16;
-    }
-};
-
 Gemm::Gemm(std::int64_t k) : k_(k) {
-    check(cublas_lt().Create(&handle_), "cublasLtCreate");
     acquire_workspace();
 }
 
-Gemm::~Gemm() {
-    static_cast<void>(cublas_lt().Destroy(handle_));
-}
-
 void Gemm::acquire_workspace() {
-    if (!workspace_.get()) workspace_ = DeviceMemory(gemm_workspace_bytes, "cuBLASLt workspace");
+    if (!workspace_.get()) workspace_ = DeviceMemory(gemm_workspace_bytes, "workspace of products");
 }
 
-std::vector<cublasLtMatmulHeuristicResult_t> Gemm::suggestions(const Description& description, int most) const {
-    const CublasLt& api = cublas_lt();
-    cublasLtMatmulPreferenceOpaque_t preference;
-    check(api.MatmulPreferenceInit_internal(&preference, sizeof preference), "cublasLtMatmulPreferenceInit");
-    const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
-        check(api.MatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof value),
-              "cublasLtMatmulPreferenceSetAttribute");
-    };
-    const std::uint64_t bytes = gemm_workspace_bytes;
-    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, bytes);
-    // Parts of k are added in float32, in the workspace: never rounded in between, always in the same order.
-    const std::uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reduction);
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, description.w_alignment);
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, description.x_alignment);
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, description.c_alignment);
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, description.d_alignment);
-
-    std::vector<cublasLtMatmulHeuristicResult_t> found(static_cast<std::size_t>(most));
-    int count = 0;
-    auto& d = const_cast<Description&>(description);
-    const cublasStatus_t status =
-        api.MatmulAlgoGetHeuristic(handle_, &d.product, &d.w, &d.x, &d.c, &d.d, &preference, most, found.data(), &count);
-    found.resize(status == CUBLAS_STATUS_SUCCESS ? static_cast<std::size_t>(count) : 0);
-    std::erase_if(found, [&](const cublasLtMatmulHeuristicResult_t& result) {
-        int id = -1;
-        std::size_t written = 0;
-        static_cast<void>(api.MatmulAlgoConfigGetAttribute(&result.algo, CUBLASLT_ALGO_CONFIG_ID, &id, sizeof id, &written));
-        return result.state != CUBLAS_STATUS_SUCCESS || is_refused(id, d.m);
-    });
-    return found;
+std::vector<MatmulAlgorithm> Gemm::suggestions(const Operands& operands, int most) const {
+    return library_.suggestions(operands, k_, gemm_workspace_bytes, most);
 }
 
-cublasStatus_t Gemm::launch(const Operands& o, const Description& description, const cublasLtMatmulAlgo_t& algorithm,
-                            cudaStream_t stream) const {
-    const float alpha = o.alpha;
-    const float beta = o.c != nullptr ? 1.0F : 0.0F;
-    auto& d = const_cast<Description&>(description);
-    return cublas_lt().Matmul(handle_, &d.product, &alpha, o.w, &d.w, o.x, &d.x, &beta, o.c != nullptr ? o.c : o.d, &d.c,
-                              o.d, &d.d, &algorithm, workspace_.get(), workspace_.bytes(), stream);
+bool Gemm::launch(const Operands& operands, const MatmulAlgorithm& algorithm, cudaStream_t stream) const {
+    return library_.launch(operands, k_, algorithm, workspace_.get(), workspace_.bytes(), stream);
 }
 
 void Gemm::measure(Choice& choice, std::int64_t m) const {
@@ -179,18 +87,17 @@ void Gemm::measure(Choice& choice, std::int64_t m) const {
                       .in = choice.in,
                       .out = choice.out,
                       .alpha = 0.01F};
-    const Description description(operands, k_);
     const Event begin = make_event(true);
     const Event end = make_event(true);
     float best = 0;
     std::size_t turn = 0;
-    for (const cublasLtMatmulHeuristicResult_t& suggestion : suggestions(description, suggestions_to_measure)) {
+    for (const MatmulAlgorithm& suggestion : suggestions(operands, suggestions_to_measure)) {
         std::array<float, timed_runs> times{};
         bool works = true;
         for (int run = -1; run < timed_runs && works; ++run) {  // the first one only loads the kernel
             operands.w = w.get() + turn++ % copies * weight_bytes;
             check(cudaEventRecord(begin.get(), stream.get()), "cudaEventRecord");
-            works = launch(operands, description, suggestion.algo, stream.get()) == CUBLAS_STATUS_SUCCESS;
+            works = launch(operands, suggestion, stream.get());
             check(cudaEventRecord(end.get(), stream.get()), "cudaEventRecord");
             check(cudaEventSynchronize(end.get()), "a product to measure");
             if (works && run >= 0) {
@@ -203,7 +110,7 @@ void Gemm::measure(Choice& choice, std::int64_t m) const {
         if (choice.found && times[timed_runs / 2] >= best) continue;
         best = times[timed_runs / 2];
         choice.found = true;
-        choice.algorithm = suggestion.algo;
+        choice.algorithm = suggestion;
     }
     measured.emplace(key, choice);
 }
@@ -253,10 +160,10 @@ void Gemm::prepare(std::int64_t n, std::int64_t least, std::int64_t most, Dtype 
                                 .in = in,
                                 .out = out,
                                 .alpha = 1.0F};
-        const auto found = suggestions(Description(operands, k_), 1);
+        const auto found = suggestions(operands, 1);
         if (found.empty()) continue;
         choice.found = true;
-        choice.algorithm = found.front().algo;
+        choice.algorithm = found.front();
         choices_.push_back(choice);
         load(choice, std::min(bucket_top(bucket), most));
     }
@@ -304,32 +211,29 @@ Gemm::Choice* Gemm::find(const Operands& o) noexcept {
 }
 
 void Gemm::run(const Operands& operands, cudaStream_t stream) {
-    const Description description(operands, k_);
-    Choice* choice = description.aligned() ? find(operands) : nullptr;
-    if (choice != nullptr && choice->found &&
-        launch(operands, description, choice->algorithm, stream) == CUBLAS_STATUS_SUCCESS)
-        return;
+    const bool aligned = is_aligned(operands, k_);
+    Choice* choice = aligned ? find(operands) : nullptr;
+    if (choice != nullptr && choice->found && launch(operands, choice->algorithm, stream)) return;
     // What is suggested for the bucket's largest product serves the whole bucket: the choice depends on no earlier call.
     Operands largest = operands;
     largest.m = bucket_top(bucket_of(operands.m));
     for (const Operands& asked : {largest, operands}) {
-        for (const cublasLtMatmulHeuristicResult_t& suggestion :
-             suggestions(Description(asked, k_), suggestions_to_measure)) {
-            if (launch(operands, description, suggestion.algo, stream) != CUBLAS_STATUS_SUCCESS) continue;
-            if (choice == nullptr && description.aligned()) {
+        for (const MatmulAlgorithm& suggestion : suggestions(asked, suggestions_to_measure)) {
+            if (!launch(operands, suggestion, stream)) continue;
+            if (choice == nullptr && aligned) {
                 choices_.push_back({.n = operands.n,
                                     .bucket = bucket_of(operands.m),
                                     .in = operands.in,
                                     .out = operands.out,
                                     .accumulate = operands.c != nullptr,
                                     .found = true,
-                                    .algorithm = suggestion.algo});
+                                    .algorithm = suggestion});
             }
             return;
         }
     }
-    throw Error(StatusCode::unsupported, fmt::format("cuBLASLt has no product of {} x {} x {} {} values to {}", operands.m,
-                                                     operands.n, k_, name(operands.in), name(operands.out)));
+    throw Error(StatusCode::unsupported, fmt::format("{} has no product of {} x {} x {} {} values to {}", Matmul::library(),
+                                                     operands.m, operands.n, k_, name(operands.in), name(operands.out)));
 }
 
 }  // namespace latent_moe::gpu

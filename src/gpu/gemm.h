@@ -1,4 +1,4 @@
-// Large products through cuBLASLt, each with an algorithm that rank 0 measured and all ranks use.
+// Large products through the GEMM library, each with an algorithm that rank 0 measured and all ranks use.
 //
 //     D[m, n] = T(beta · C[m, n] + alpha · X[m, k] · W[n, k]ᵀ)      float32 inside, rounded once
 #pragma once
@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "gpu/runtime/cublas_lt.h"
+#include "gpu/runtime/matmul.h"
 #include "gpu/runtime/resources.h"
 #include "latent_moe/bootstrap.h"
 #include "latent_moe/tensor.h"
@@ -16,26 +16,10 @@ namespace latent_moe::gpu {
 
 class Gemm {
 public:
-    struct Operands {
-        const void* x;
-        std::int64_t x_stride;
-        const void* w;  ///< contiguous rows
-        const void* c;  ///< null: beta is 0, else 1
-        std::int64_t c_stride;
-        void* d;
-        std::int64_t d_stride;
-        std::int64_t m;
-        std::int64_t n;
-        Dtype in;   ///< of X and W
-        Dtype out;  ///< of C and D
-        float alpha;
-    };
+    using Operands = MatmulOperands;
 
     /// Products of this many columns k, on the current device.
     explicit Gemm(std::int64_t k);
-    ~Gemm();
-    Gemm(const Gemm&) = delete;
-    Gemm& operator=(const Gemm&) = delete;
 
     /// Collective, with the rank's device current: rank 0 measures what products of n columns (each of `widths`) and `least`
     /// to `most` rows run fastest with, adding to C and not.
@@ -54,7 +38,6 @@ public:
     void run(const Operands& operands, cudaStream_t stream);
 
 private:
-    struct Description;
     struct Choice {
         std::int64_t n = 0;
         int bucket = 0;  ///< of m: up to 64 · 2^bucket
@@ -62,20 +45,19 @@ private:
         Dtype out = Dtype::bf16;
         bool accumulate = false;
         bool found = false;
-        cublasLtMatmulAlgo_t algorithm = {};
+        MatmulAlgorithm algorithm = {};
     };
 
     Choice* find(const Operands& operands) noexcept;
-    std::vector<cublasLtMatmulHeuristicResult_t> suggestions(const Description& description, int most) const;
+    std::vector<MatmulAlgorithm> suggestions(const Operands& operands, int most) const;
     void measure(Choice& choice, std::int64_t m) const;
     /// Launches it at several sizes up to `most`: the first launch of a kernel loads it, which must not happen while another
     /// kernel waits for a peer.
     void load(const Choice& choice, std::int64_t most);
-    cublasStatus_t launch(const Operands& operands, const Description& description, const cublasLtMatmulAlgo_t& algorithm,
-                          cudaStream_t stream) const;
+    bool launch(const Operands& operands, const MatmulAlgorithm& algorithm, cudaStream_t stream) const;
 
     std::int64_t k_;
-    cublasLtHandle_t handle_ = nullptr;
+    Matmul library_;
     DeviceMemory workspace_;
     std::vector<Choice> choices_;
 };

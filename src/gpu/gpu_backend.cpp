@@ -26,6 +26,7 @@
 #include "gpu/peer_memory.h"
 #include "gpu/product.h"
 #include "gpu/runtime/resources.h"
+#include "gpu/runtime/vendor.h"
 #include "gpu/spinning_grids.h"
 #include "gpu/topology.h"
 #include "gpu/views.h"
@@ -90,13 +91,15 @@ public:
     const std::string& name() const noexcept override { return name_; }
 
     Capabilities capabilities() const override {
-        return {.machine = cost_constants(topology_.device, topology_.sharing),
+        return {.machine = vendor::cost_constants(topology_.device, topology_.sharing, world()),
                 .weight_element_bytes = static_cast<double>(bytes_of(shape_.activations)),
                 .concurrent_lanes = world() == 1 || has_window(),
                 .concurrent_lanes_reason = fmt::format("two collectives at once need a peer window: {}", window_missing_),
                 .fused = fused_.has_value() && fused_->missing().empty(),
                 .fused_reason = fused_.has_value() ? fused_->missing() : "there is one rank",
                 .dependent_launch = !topology_.shares_devices(),
+                .one_stage_bytes = vendor::one_stage_bounds_fused ? one_stage_bytes_ : INT64_MAX,
+                .not_captured_reason = has_window() ? "" : vendor::collectives_not_captured,
                 .row_alignment = 16,
                 .whole_weights = keeps_whole(),
                 .host_memory = false,
@@ -338,7 +341,7 @@ private:
         std::vector<std::int64_t> widths;
         if (shape_.hidden % world() == 0) widths.push_back(own_rows_.count);
         if (keeps_whole() && world() > 1) widths.push_back(shape_.hidden);
-        together(bootstrap_, "cuBLASLt", [&] { static_cast<void>(cublas_lt()); });
+        together(bootstrap_, Matmul::library(), [&] { const Matmul looked_for; });
         product_.emplace(shape_, bootstrap_, block_tokens_, widths);
     }
 
@@ -352,17 +355,23 @@ private:
     void make_communicator() {
         if (world() == 1) return;
         nccl_from_bytes_ = agreed_bytes("LATENT_MOE_NCCL_FROM_BYTES", world() == 2 ? nccl_pays_from_bytes : INT64_MAX);
+        nccl_from_bytes_ = std::min(nccl_from_bytes_, options_.other_reducer_from_bytes);
         bulk_from_bytes_ = agreed_bytes("LATENT_MOE_BULK_FROM_BYTES", bulk_pays_from_bytes);
+        one_stage_bytes_ = agreed_bytes("LATENT_MOE_ONE_STAGE_BYTES", vendor::one_stage_bytes(world()));
         const bool pays =
             block_tokens_ * shape_.hidden * static_cast<std::int64_t>(bytes_of(shape_.activations)) >= nccl_from_bytes_;
-        if (topology_.one_process && topology_.peer_access) {
+        const bool window_needs_none = (topology_.one_process && topology_.peer_access) ||
+                                       (!topology_.one_process && topology_.one_host && !ProcessWindow::needs_communicator);
+        if (options_.custom_all_reduce && window_needs_none) {
             const int possible = pays && !topology_.shares_devices() && look_for_nccl().missing.empty() ? 1 : 0;
             if (std::ranges::count(gather(bootstrap_, possible), 1) < world()) return;
         }
         if (topology_.shares_devices()) {
-            throw Error(StatusCode::unavailable,
-                        "ranks that are processes share a GPU, which NCCL refuses: give each process its own GPU, or "
-                        "make the ranks threads of one process");
+            throw Error(
+                StatusCode::unavailable,
+                fmt::format("ranks that are processes share a GPU, which {} refuses: give each process its own GPU, or "
+                            "make the ranks threads of one process",
+                            nccl_name));
         }
         communicator_ = std::make_unique<NcclCommunicator>(bootstrap_, topology_.device, options_.timeout_ms);
     }
@@ -408,7 +417,10 @@ private:
         peer_memory_ =
             std::make_unique<PeerMemory>(bootstrap_, topology_, communicator_ != nullptr ? communicator_->get() : nullptr,
                                          static_cast<std::size_t>(all_window_bytes()));
-        window_missing_ = peer_memory_->missing();
+        window_missing_ =
+            options_.custom_all_reduce ? peer_memory_->missing() : std::string("custom all-reduce is switched off");
+        if (!has_window() && communicator_ == nullptr)
+            throw Error(StatusCode::unavailable, fmt::format("no peer window, and no {}: {}", nccl_name, window_missing_));
         if (!has_window()) return fused_->refuse(window_missing_);
         together(bootstrap_, "peer window", [&] {
             if (fused_->missing().empty()) fused_->reset(fused_base(rank()), setup_stream_.get());
@@ -445,6 +457,7 @@ private:
         if (world() == 1 || !has_window()) return parts;
         parts.exchange = exchange_of(lane, mailbox_slot_bytes(lane));
         for (int r = 0; r < world(); ++r) parts.exchange.window.base[r] = window_base(r, lane);
+        parts.one_stage_bytes = one_stage_bytes_;
         if (has_bulk()) {
             parts.bulk = bulk(lane);
             parts.bulk_from_bytes = bulk_from_bytes_;
@@ -479,7 +492,7 @@ private:
         check(cudaStreamSynchronize(setup_stream_.get()), "copy of W_up");
     }
 
-    const std::string name_ = "cuda";
+    const std::string name_ = vendor::backend_name;
     Shape shape_;
     Bootstrap bootstrap_;
     Options options_;
@@ -489,6 +502,7 @@ private:
     std::int64_t block_tokens_;
     std::int64_t nccl_from_bytes_ = INT64_MAX;
     std::int64_t bulk_from_bytes_ = INT64_MAX;
+    std::int64_t one_stage_bytes_ = INT64_MAX;
     std::string window_missing_;
 
     std::optional<FaultRecords> records_;
@@ -530,7 +544,7 @@ std::unique_ptr<Backend> make_gpu_backend(const Shape& shape, const Bootstrap& b
 }  // namespace
 
 BackendEntry gpu_backend_entry() {
-    return {.name = "cuda",
+    return {.name = gpu::vendor::backend_name,
             .unavailable = &gpu::why_unavailable,
             .make = &make_gpu_backend,
             .describe = &gpu::describe_machine,

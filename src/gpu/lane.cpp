@@ -14,8 +14,6 @@
 namespace latent_moe::gpu {
 namespace {
 
-/// What one more hop is worth in bytes on the wire: 1.3 µs at 370 GB/s.
-constexpr std::int64_t hop_bytes = 480'000;
 /// In the headers, where no tail is under way.
 constexpr std::uint32_t no_tail = 255;
 
@@ -59,13 +57,6 @@ void GpuLane::set_call(cudaStream_t stream, const CallIdentity& identity, bool o
 
 bool GpuLane::through_nccl(std::int64_t bytes) const noexcept {
     return parts_.nccl != nullptr && (parts_.exchange.window.world == 0 || bytes >= parts_.nccl_from_bytes);
-}
-
-/// One stage sends (R - 1) n bytes from every rank in one hop, two stages 2 (R - 1) / R n in two.
-int GpuLane::stages(std::int64_t bytes) const noexcept {
-    const std::int64_t one = (world_ - 1) * bytes;
-    const std::int64_t two = 2 * one / world_;
-    return one - two <= hop_bytes ? 1 : 2;
 }
 
 void GpuLane::all_reduce(Step step, const ConstMatrix& in, const Matrix& out, const ConstMatrix& prefix) {

@@ -21,6 +21,7 @@ public:
         Exchange exchange = {};                    ///< without a peer window its world is 0
         Bulk bulk;                                 ///< behind the mailboxes in the window
         std::int64_t bulk_from_bytes = INT64_MAX;  ///< summands at least this large go in bulk
+        std::int64_t one_stage_bytes = INT64_MAX;  ///< summands up to this size go to every rank in one hop
         int max_ctas = 64;                         ///< of a kernel that waits for peers, beside the other lane's
         int max_ctas_alone = 64;                   ///< of such a kernel while the other lane has none
         NcclExchange* nccl = nullptr;              ///< null: everything goes through the window
@@ -61,12 +62,12 @@ private:
     bool through_nccl(std::int64_t bytes) const noexcept;
     bool in_bulk(std::int64_t bytes) const noexcept { return bytes >= parts_.bulk_from_bytes; }
     cudaError_t all_reduce_in_bulk(const ConstMatrix& in, const Matrix& out, const ConstMatrix& prefix) const;
-    int stages(std::int64_t bytes) const noexcept;
     /// Whether the kernel that is about to be launched may start before its predecessor has ended.
     bool takes_early_start() noexcept { return std::exchange(starts_early_, overlaps_ && !beside_); }
     int max_ctas() const noexcept { return beside_ ? parts_.max_ctas : parts_.max_ctas_alone; }
     bool cuts_columns(const ConstMatrix& own) const noexcept;
     void copy_odd(const ConstMatrix& in, const Matrix& out);
+    int stages(std::int64_t bytes) const noexcept { return bytes <= parts_.one_stage_bytes ? 1 : 2; }
     void normalise(const void* gamma, const ConstMatrix& in, const Matrix& out);
 
     Shape shape_;

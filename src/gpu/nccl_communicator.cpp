@@ -20,7 +20,7 @@ bool is_capturing(cudaStream_t stream) {
 NcclCommunicator::NcclCommunicator(const Bootstrap& bootstrap, int device, int timeout_ms)
     : device_(device), timeout_(timeout_ms) {
     ncclUniqueId id{};
-    together(bootstrap, "NCCL", [&] {
+    together(bootstrap, nccl_name, [&] {
         started_ = make_event();
         done_ = make_event();
         if (bootstrap.rank == 0) check(nccl().GetUniqueId(&id), "ncclGetUniqueId");
@@ -29,7 +29,7 @@ NcclCommunicator::NcclCommunicator(const Bootstrap& bootstrap, int device, int t
     id = gather(bootstrap, id).front();
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.splitShare = 0;
-    together(bootstrap, "NCCL", [&] {
+    together(bootstrap, nccl_name, [&] {
         check(nccl().CommInitRankConfig(&comm_, bootstrap.world, id, bootstrap.rank, &config), "ncclCommInitRankConfig");
     });
     watcher_ = std::thread([this] { watch(); });
@@ -85,7 +85,7 @@ void NcclCommunicator::watch() {
         Status fault;
         ncclResult_t error = ncclSuccess;
         if (nccl().CommGetAsyncError(comm_, &error) == ncclSuccess && error != ncclSuccess && error != ncclInProgress) {
-            fault = {StatusCode::aborted, fmt::format("NCCL: {}", nccl().GetErrorString(error))};
+            fault = {StatusCode::aborted, fmt::format("{}: {}", nccl_name, nccl().GetErrorString(error))};
         }
         // Only one pair at a time is watched: the queue behind it moves when it has.
         if (pending_ && cudaEventQuery(done_.get()) != cudaErrorNotReady) {
@@ -94,7 +94,8 @@ void NcclCommunicator::watch() {
         } else if (pending_ && cudaEventQuery(started_.get()) == cudaSuccess) {
             waited += watch_interval;
             if (waited > timeout_) {
-                fault = {StatusCode::timeout, fmt::format("NCCL: a peer did not arrive within {} ms", timeout_.count())};
+                fault = {StatusCode::timeout,
+                         fmt::format("{}: a peer did not arrive within {} ms", nccl_name, timeout_.count())};
             }
         }
         if (fault.ok()) continue;

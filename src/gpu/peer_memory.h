@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "gpu/nccl_window.h"
+#include "gpu/process_window.h"
 #include "gpu/runtime/resources.h"
 #include "gpu/topology.h"
 #include "latent_moe/bootstrap.h"
@@ -14,7 +14,7 @@ namespace latent_moe::gpu {
 
 class PeerMemory {
 public:
-    /// Collective, with the rank's device current. Threads of one process exchange pointers; processes need `comm`.
+    /// Collective, with the rank's device current. Threads of one process exchange pointers; processes may need `comm`.
     PeerMemory(const Bootstrap& bootstrap, const Topology& topology, ncclComm_t comm, std::size_t bytes);
 
     /// Why there is none; empty if there is.
@@ -26,7 +26,7 @@ private:
 
     // A peer may still hold a rank's memory when that rank has let go of it: what goes last frees it.
     std::vector<std::shared_ptr<DeviceMemory>> memories_;
-    std::unique_ptr<NcclWindow> window_;
+    std::unique_ptr<ProcessWindow> window_;
     std::vector<void*> bases_;
     std::string missing_;
 };

@@ -1,6 +1,5 @@
 #include "gpu/spinning_grids.h"
 
-#include <cuda_runtime.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -8,6 +7,7 @@
 
 #include "gpu/grid_registry.h"
 #include "gpu/runtime/check.h"
+#include "gpu/runtime/device_api.h"
 #include "latent_moe/status.h"
 
 namespace latent_moe::gpu {

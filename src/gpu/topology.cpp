@@ -4,11 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <random>
 
 #include "gpu/collective_setup.h"
 #include "gpu/runtime/resources.h"
+#include "gpu/runtime/vendor.h"
 #include "latent_moe/status.h"
 
 namespace latent_moe::gpu {
@@ -59,7 +59,7 @@ Topology discover(const Bootstrap& bootstrap, const Options& options) {
         check(cudaGetDeviceProperties(&properties, topology.device), "cudaGetDeviceProperties");
         static_cast<void>(gethostname(mine.host.data(), mine.host.size() - 1));
         mine.process = process_token();
-        std::memcpy(mine.device_uuid.data(), properties.uuid.bytes, mine.device_uuid.size());
+        mine.device_uuid = vendor::identity_of(topology.device);
         mine.device = topology.device;
         mine.multiprocessors = properties.multiProcessorCount;
     });
@@ -68,6 +68,7 @@ Topology discover(const Bootstrap& bootstrap, const Options& options) {
     topology.multiprocessors = mine.multiprocessors;
     for (const RankPlace& place : topology.places) {
         topology.multiprocessors = std::min(topology.multiprocessors, place.multiprocessors);
+        topology.one_host &= place.host == mine.host;
         topology.one_process &= place.process == mine.process && place.host == mine.host;
         const auto same = [&](const RankPlace& other) {
             return other.host == place.host && other.device_uuid == place.device_uuid;

@@ -26,6 +26,7 @@ struct Topology {
     int sharing = 1;          ///< most ranks on one device
     int multiprocessors = 0;  ///< fewest of any rank's device
     bool one_process = true;  ///< all ranks are threads of this process
+    bool one_host = true;
     bool peer_access = true;  ///< in one process: every rank's device reaches every other's
 
     bool shares_devices() const noexcept { return sharing > 1; }

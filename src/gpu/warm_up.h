@@ -2,9 +2,8 @@
 // code, which may have to wait for the device, which would wait for a kernel that waits for this one.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include "gpu/lane.h"
+#include "gpu/runtime/device_api.h"
 #include "latent_moe/shape.h"
 
 namespace latent_moe::gpu {

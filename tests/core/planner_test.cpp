@@ -71,6 +71,23 @@ TEST(Plan, RefusesWithOneReasonForEveryGate) {
               "a sequence-parallel caller wants its own tokens only: token_parallel stops before the gather");
     EXPECT_EQ(reason({k3, 2, {.tail = Tail::fused}, capable()}, Tail::overlap, 4), "the options ask for fused only");
 
+    // Gates of engines that have reducers of their own.
+    EXPECT_EQ(reason({k3, 2, {.custom_all_reduce = false}, capable()}, Tail::fused, 4),
+              "custom all-reduce is switched off, and this tail has one inside");
+    EXPECT_EQ(reason({k3, 2, {.other_reducer_from_bytes = 1 << 20}, capable()}, Tail::fused, 73), "");
+    EXPECT_EQ(reason({k3, 2, {.other_reducer_from_bytes = 1 << 20}, capable()}, Tail::fused, 74),
+              "a summand of 1060864 bytes belongs to another reducer, which takes precedence from 1048576 on");
+    Capabilities bounded = capable();
+    bounded.one_stage_bytes = 128 << 10;
+    bounded.not_captured_reason = "nobody has seen it";
+    EXPECT_EQ(reason({k3, 8, {}, bounded}, Tail::fused, 18), "");
+    EXPECT_EQ(reason({k3, 8, {}, bounded}, Tail::fused, 19),
+              "136192 bytes of latents exceed the 131072 that may go to every one of 8 ranks in one stage");
+    EXPECT_EQ(reason({k3, 8, {.captured = true}, bounded}, Tail::overlap, 4),
+              "the calls are to be captured, and nobody has seen it");
+    EXPECT_EQ(reason({k3, 8, {.captured = true}, bounded}, Tail::fused, 4), "");
+    EXPECT_EQ(reason({k3, 1, {.captured = true}, bounded}, Tail::replicated, 4), "");
+
     Capabilities shards_only = capable();
     shards_only.whole_weights = false;
     EXPECT_EQ(reason({k3, 2, {}, shards_only}, Tail::token_parallel, 4),

@@ -47,10 +47,6 @@ struct Params {
     std::uint32_t tokens;
 };
 
-LATENT_MOE_DEVICE uint4 load_past_l1(const uint4* from) {
-    return __ldcg(from);
-}
-
 /// A CTA's units of a message of `count`.
 struct Part {
     std::uint32_t begin, end;
@@ -155,7 +151,7 @@ struct BulkCta {
                 fence<Scope::system>();
                 store_relaxed(counter(rank, lane), told(k + 1));
             }
-            __syncwarp();  // a barrier of the CTA takes whole warps
+            sync_wave();  // a barrier of the CTA takes whole warps
         }
     }
 
@@ -177,7 +173,7 @@ struct BulkCta {
             }
             fence<Scope::system>();
         }
-        __syncwarp();
+        sync_wave();
         sync_threads_of(chunk_came, receivers);
         return !shared.gave_up[k % 2];
     }
@@ -243,7 +239,7 @@ struct BulkCta {
                     }
                 });
         }
-        __syncwarp();
+        sync_wave();
         if constexpr (kind == Kind::all_reduce) add_to_digest(x, call, digest);
     }
 
@@ -288,7 +284,7 @@ struct BulkCta {
                                                        });
             }
         }
-        __syncwarp();
+        sync_wave();
         add_to_digest(x, call, digest);
     }
 };
@@ -303,7 +299,8 @@ __global__ void __launch_bounds__(threads) exchange_bulk(const __grid_constant__
     if (blockIdx.x == 0) return keep_protocol(x, call, p.tokens);
     const int thread = threadIdx.x;
     if (thread == 0) shared.pushed = 0, shared.gave_up[0] = shared.gave_up[1] = false;
-    __syncthreads();
+    prepare_thread_barriers();
+    sync_cta();
     leave_call(x, call, thread, threads);
 
     const Cta cta{.p = p, .call = call, .shared = shared};

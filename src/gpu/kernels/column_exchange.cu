@@ -42,7 +42,7 @@ struct ReduceParams {
 template <Dtype dtype, int batch, int per_thread, int teams>
 __global__ void __launch_bounds__(norm_threads* teams) reduce_rows(const __grid_constant__ ReduceParams p) {
     using U = Unit<dtype>;
-    __shared__ float parts[2][teams][norm_threads / 32];
+    __shared__ float parts[2][teams][norm_threads / norm_group];
     const Exchange& x = p.exchange;
     const std::uint32_t team_threads = blockDim.x / teams, team = teams == 1 ? 0 : threadIdx.x / team_threads;
     const std::uint32_t thread = threadIdx.x - team * team_threads;
@@ -271,8 +271,7 @@ cudaError_t reduce_for_columns(const ReduceForColumns& op, cudaStream_t stream) 
     }
     const std::int64_t most = rows_of_a_kernel(op.exchange, op.tokens, latent_units + p.own_units);
     if (most == 0) return cudaErrorInvalidValue;  // not even one row fits
-    const int own_threads = static_cast<int>(std::min<std::int64_t>(norm_threads, (p.own_units + 31) / 32 * 32));
-    const int team_threads = std::max(shape.threads, own_threads);
+    const int team_threads = std::max(shape.threads, std::min(norm_threads, whole_waves(p.own_units)));
     Launch how{.dependent = op.starts_early, .stream = stream};
     std::int64_t done = 0;
     do {
@@ -319,7 +318,7 @@ cudaError_t gather_columns(const GatherColumns& op, cudaStream_t stream) {
         const std::int64_t ctas = op.max_ctas - 1, fit = std::max<std::int64_t>(1, gather_threads / own_units);
         p.at_once = static_cast<std::uint32_t>(std::clamp<std::int64_t>((rows + ctas - 1) / ctas, 1, fit));
         const std::int64_t groups = (rows + p.at_once - 1) / p.at_once;
-        const std::int64_t threads = std::min<std::int64_t>(gather_threads, (own_units * p.at_once + 31) / 32 * 32);
+        const std::int64_t threads = std::min(gather_threads, whole_waves(own_units * p.at_once));
         const Launch how{.grid = static_cast<int>(std::min(groups, ctas)) + 1,
                          .block = static_cast<int>(threads),
                          .dependent = op.starts_early,

@@ -4,10 +4,9 @@
 
 #include <cstdint>
 
-#include <cuda_runtime.h>
-
 #include "gpu/kernels/kernels.h"
 #include "gpu/primitives/window.h"
+#include "gpu/runtime/device_api.h"
 #include "latent_moe/tensor.h"
 
 namespace latent_moe::gpu {

@@ -3,8 +3,7 @@
 
 #include <cstdint>
 
-#include <cuda_runtime.h>
-
+#include "gpu/runtime/device_api.h"
 #include "latent_moe/tensor.h"
 
 namespace latent_moe::gpu {

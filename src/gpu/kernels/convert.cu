@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "gpu/primitives/numeric.h"
+#include "gpu/primitives/scalar.h"
 
 namespace latent_moe::gpu {
 namespace {

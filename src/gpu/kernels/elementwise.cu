@@ -26,7 +26,7 @@ struct NormParams {
 
 template <Dtype dtype, int per_thread>
 __global__ void __launch_bounds__(norm_threads) normalise(const __grid_constant__ NormParams p) {
-    __shared__ float parts[2][norm_threads / 32];
+    __shared__ float parts[2][norm_threads / norm_group];
     dependency_wait();
     if (p.release) release_dependents();
     int turn = 0;

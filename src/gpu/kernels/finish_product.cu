@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "gpu/primitives/numeric.h"
+#include "gpu/primitives/scalar.h"
 
 namespace latent_moe::gpu {
 namespace {

@@ -323,6 +323,10 @@ std::int64_t fused_tail_region_bytes(const FusedTailShape& shape) {
     return fused::RegionLayout(shape).bytes;
 }
 
+std::int64_t fused_tail_workspace_bytes(const FusedTailShape&) {
+    return 0;
+}
+
 cudaError_t reset_fused_tail(void* region, const FusedTailShape& shape, cudaStream_t stream) {
     if (!region || !fused::valid(shape)) return cudaErrorInvalidValue;
     return launch({.grid = 132, .block = 256, .stream = stream}, fused::reset, static_cast<char*>(region),

@@ -16,11 +16,11 @@
 // another rank that its present call waits for.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
-#include <cuda_runtime.h>
-
 #include "gpu/primitives/window.h"
+#include "gpu/runtime/device_api.h"
 #include "latent_moe/tensor.h"
 
 namespace latent_moe::gpu {
@@ -60,7 +60,14 @@ cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, in
 /// Whether this plan can run this shape here, its whole grid resident.
 cudaError_t fused_tail_fits(const FusedTailShape& shape, const FusedTailPlan& plan);
 
+#ifdef LATENT_MOE_HIP
+/// Where its kernel runs: it needs MFMA and waves of 64.
+inline constexpr std::array<const char*, 3> fused_tail_architectures = {"gfx90a", "gfx942", "gfx950"};
+#endif
+
 std::int64_t fused_tail_region_bytes(const FusedTailShape& shape);
+/// Of this rank's own memory, for the call under way; 0 where shared memory holds it all.
+std::int64_t fused_tail_workspace_bytes(const FusedTailShape& shape);
 
 cudaError_t reset_fused_tail(void* region, const FusedTailShape& shape, cudaStream_t stream);
 
@@ -69,6 +76,7 @@ struct FusedTail {
     std::int64_t region_offset = 0;  ///< of the region in every window
     FusedTailShape shape;
     FusedTailPlan plan;
+    void* workspace = nullptr;     ///< `fused_tail_workspace_bytes`
     ConstRows routed;              ///< [tokens, latent], this rank's partial
     ConstRows shared;              ///< [tokens, hidden]: this rank's partial, or the sum; may be absent
     bool shared_is_sum = false;    ///< `shared` is Σ already, the same on every rank: it is not exchanged

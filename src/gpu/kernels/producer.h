@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include <cuda_runtime.h>
+#include "gpu/runtime/device_api.h"
 
 namespace latent_moe::gpu {
 

@@ -8,6 +8,12 @@
 namespace latent_moe::gpu {
 
 inline constexpr int norm_threads = 512;  ///< most threads of a CTA that holds a row
+inline constexpr int norm_group = 32;     ///< threads whose sums are added first: the same on every GPU, whatever its waves
+
+/// Threads of a CTA that has at least so many: its waves are whole.
+constexpr int whole_waves(std::int64_t threads) {
+    return static_cast<int>((threads + wave_size - 1) / wave_size * wave_size);
+}
 
 /// How a row lies in a CTA: thread t holds units t, t + threads, …
 struct RowShape {
@@ -19,7 +25,7 @@ constexpr RowShape row_shape(std::int64_t units) {
     int per_thread = 1;
     while (per_thread * norm_threads < units) per_thread *= 2;
     const std::int64_t threads = (units + per_thread - 1) / per_thread;
-    return {per_thread, static_cast<int>((threads + 31) / 32 * 32)};
+    return {per_thread, whole_waves(threads)};
 }
 
 template <Dtype dtype>
@@ -31,29 +37,22 @@ LATENT_MOE_DEVICE float sum_of_squares(uint4 v, float sum) {
     return sum;
 }
 
-/// Σ over the CTA's threads, the same for all of them and on every run. One barrier. `parts` alternates between two buffers
-/// from call to call.
-LATENT_MOE_DEVICE float sum_over_cta(float value, float (&parts)[norm_threads / 32]) {
+/// Σ over a team, the same for all of it and on every run: thread `thread` of `threads` neighbours of the CTA, whose own
+/// `parts` are. The CTA's barrier keeps its teams in step. `parts` alternates between two buffers from call to call.
+LATENT_MOE_DEVICE float sum_over_team(float value, float (&parts)[norm_threads / norm_group], std::uint32_t thread,
+                                      std::uint32_t threads) {
 #pragma unroll
-    for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffff, value, lane);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
-    __syncthreads();
+    for (int lane = norm_group / 2; lane > 0; lane /= 2) value += shuffle_xor(value, static_cast<unsigned>(lane));
+    if (thread % norm_group == 0) parts[thread / norm_group] = value;
+    sync_cta();
     float sum = 0;
-    for (int w = 0; w < static_cast<int>(blockDim.x / 32); ++w) sum += parts[w];
+    for (std::uint32_t w = 0; w < threads / norm_group; ++w) sum += parts[w];
     return sum;
 }
 
-/// The same over a team: thread `thread` of `threads` neighbours of the CTA, whose own `parts` are. The CTA's barrier keeps
-/// its teams in step.
-LATENT_MOE_DEVICE float sum_over_team(float value, float (&parts)[norm_threads / 32], std::uint32_t thread,
-                                      std::uint32_t threads) {
-#pragma unroll
-    for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffff, value, lane);
-    if (thread % 32 == 0) parts[thread / 32] = value;
-    __syncthreads();
-    float sum = 0;
-    for (std::uint32_t w = 0; w < threads / 32; ++w) sum += parts[w];
-    return sum;
+/// The same over the whole CTA.
+LATENT_MOE_DEVICE float sum_over_cta(float value, float (&parts)[norm_threads / norm_group]) {
+    return sum_over_team(value, parts, threadIdx.x, blockDim.x);
 }
 
 template <Dtype dtype>

@@ -15,59 +15,23 @@
 // class (up to 8, 16, 32, 64): no atomics, the same bits on every run.
 #include <algorithm>
 
-#include "gpu/kernels/kernels.h"
 #include "gpu/kernels/packed_layout.h"
-#include "gpu/kernels/rows.h"
+#include "gpu/kernels/projection.cuh"
 #include "gpu/primitives/copy.h"
 #include "gpu/primitives/launch.h"
 #include "gpu/primitives/mma.h"
-#include "gpu/primitives/numeric.h"
 #include "gpu/primitives/tensor_map.h"
 
 namespace latent_moe::gpu {
 namespace {
 
-struct Params {
-    UnitRows a, addend, prefix, c;
-    const char* packed;
-    PackedLayout layout;
-    const float* column_scales;
-    float scale;
-    int tokens;
+struct Params : Projection {
     CUtensorMap a_map;  ///< Hopper: A, for the tensor copy engine
     int ring;           ///< Hopper: blocks of W and of A that shared memory holds
     int in_flight;      ///< Hopper: weight copies in flight
     bool release;
     int early_ctas;
 };
-
-/// Two neighbouring columns of C, from their finished float32 sums.
-template <Dtype dtype>
-LATENT_MOE_DEVICE void finish(const Params& p, int token, std::int64_t n, float (&sum)[2], std::uint32_t addend) {
-    using E = Element<dtype>;
-    const auto word = [&](const UnitRows& rows) {
-        return reinterpret_cast<std::uint32_t*>(rows.data + token * rows.stride) + n / 2;
-    };
-    float term[2] = {};
-    if (p.addend.data) E::unpack(addend, term);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const float scale = p.column_scales ? p.scale * p.column_scales[n + i] : p.scale;
-        sum[i] = fmaf(scale, sum[i], term[i]);
-    }
-    std::uint32_t result = E::pack(sum);
-    if (p.prefix.data) {
-        E::unpack(result, sum), E::unpack(*word(p.prefix), term);
-        sum[0] += term[0], sum[1] += term[1];
-        result = E::pack(sum);
-    }
-    *word(p.c) = result;
-}
-
-template <Dtype dtype>
-LATENT_MOE_DEVICE std::uint32_t addend_at(const Params& p, int token, std::int64_t n) {
-    return p.addend.data ? reinterpret_cast<const std::uint32_t*>(p.addend.data + token * p.addend.stride)[n / 2] : 0;
-}
 
 // ---------------------------------------------------------------------------------------------------------------- Hopper
 
@@ -497,45 +461,13 @@ cudaError_t has_hopper_kernel(bool& answer) {
     return cudaSuccess;
 }
 
-__global__ void __launch_bounds__(256) pack(UnitRows w, PackedLayout layout, char* packed) {
-    constexpr int block_units = PackedLayout::block_bytes / 16;
-    const std::int64_t units = layout.bytes() / 16, step = std::int64_t{gridDim.x} * blockDim.x;
-    for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < units; i += step) {
-        const std::int64_t block = i / block_units,
-                           n = block / layout.blocks() * PackedLayout::tile_rows + i % block_units / 8;
-        const std::int64_t k = block % layout.blocks() * PackedLayout::block_columns + i % 8 * 8;
-        uint4 value{};
-        if (n < layout.rows && k < layout.latent) value = load16(w.data + n * w.stride + k * 2);
-        store16(packed + layout.element(n, k), value);
-    }
-}
-
 }  // namespace
 
-cudaError_t pack_weights(const PackWeights& op, cudaStream_t stream) {
-    const UnitRows w = unit_rows(op.w, op.latent, Dtype::bf16);
-    const PackedLayout layout{op.rows, op.latent};
-    if (op.rows <= 0 || op.latent <= 0 || op.latent % 8 != 0 || !w || !op.packed || !aligned(w))
-        return cudaErrorInvalidValue;
-    return launch({.grid = 1056, .block = 256, .stream = stream}, pack, w, layout, static_cast<char*>(op.packed));
-}
-
 cudaError_t skinny_projection(const SkinnyProjection& op, cudaStream_t stream) {
-    const Params p{.a = unit_rows(op.a, op.latent, op.dtype),
-                   .addend = unit_rows(op.addend, op.rows, op.dtype),
-                   .prefix = unit_rows(op.prefix, op.rows, op.dtype),
-                   .c = unit_rows(op.c, op.rows, op.dtype),
-                   .packed = static_cast<const char*>(op.packed),
-                   .layout = {op.rows, op.latent},
-                   .column_scales = op.column_scales,
-                   .scale = op.scale,
-                   .tokens = static_cast<int>(op.tokens),
-                   .release = op.dependent_launch,
-                   .early_ctas = op.early_ctas};
-    if (op.tokens < 0 || op.tokens > 64 || op.rows <= 0 || op.rows % 8 != 0 || op.latent <= 0 || op.latent % 8 != 0 ||
-        !p.packed || !aligned(p.a) || !aligned(p.addend) || !aligned(p.prefix) || !aligned(p.c)) {
-        return cudaErrorInvalidValue;
-    }
+    Params p{};
+    if (!describe(op, p)) return cudaErrorInvalidValue;
+    p.release = op.dependent_launch;
+    p.early_ctas = op.early_ctas;
     if (op.tokens == 0) return cudaSuccess;
     bool hopper = false;
     if (!op.portable) {

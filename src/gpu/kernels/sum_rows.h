@@ -3,9 +3,8 @@
 
 #include <cstdint>
 
-#include <cuda_runtime.h>
-
 #include "gpu/primitives/window.h"
+#include "gpu/runtime/device_api.h"
 #include "latent_moe/tensor.h"
 
 namespace latent_moe::gpu {

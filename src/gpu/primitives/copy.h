@@ -189,10 +189,7 @@ LATENT_MOE_DEVICE void store_async(std::uint32_t remote, float2 v, std::uint32_t
 
 #endif
 
-/// The threads of a part of a CTA; `barrier` is 1 to 15, `threads` a multiple of 32.
-LATENT_MOE_DEVICE void sync_threads_of(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
+/// As `sync_threads_of`, without waiting.
 LATENT_MOE_DEVICE void arrive_threads_of(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

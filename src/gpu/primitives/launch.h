@@ -6,8 +6,7 @@
 // output, so a successor that was launched so must call `dependency_wait` too. All kernels here do.
 #pragma once
 
-#include <cuda_runtime.h>
-
+#include "gpu/runtime/device_api.h"
 #include "latent_moe/tensor.h"
 #include "scoped.h"
 
@@ -21,6 +20,19 @@ struct Launch {
     bool dependent = false;  ///< may start before its predecessor has ended (sm_90 and newer)
     cudaStream_t stream = nullptr;
 };
+
+#ifdef LATENT_MOE_HIP
+
+/// Without clusters, and in order whatever `dependent` says.
+template <class... Params>
+cudaError_t launch(const Launch& how, void (*kernel)(Params...), const Params&... params) {
+    void* arguments[] = {const_cast<void*>(static_cast<const void*>(&params))...};
+    return hipLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(how.grid)),
+                           dim3(static_cast<unsigned>(how.block)), arguments, static_cast<std::size_t>(how.shared_bytes),
+                           how.stream);
+}
+
+#else
 
 template <class... Params>
 cudaError_t launch(const Launch& how, void (*kernel)(Params...), const Params&... params) {
@@ -44,6 +56,8 @@ cudaError_t launch(const Launch& how, void (*kernel)(Params...), const Params&..
     config.attrs = attributes;
     return cudaLaunchKernelEx(&config, kernel, params...);
 }
+
+#endif
 
 /// Calls `f` with the dtype as a constant.
 template <class F>

@@ -2,6 +2,7 @@
 // numeric.h and the kernels' bodies that use them) is written once, over the names below.
 //
 //     target_cuda.h    NVIDIA GPUs: PTX
+//     target_hip.h     AMD GPUs: clang's atomics and fences
 //     target_host.h    threads of this machine as the threads of a grid: tests, the thread sanitizer
 //     any other        named by LATENT_MOE_TARGET, a header's name in quotes (the model checker of tests/gpu/protocol)
 //
@@ -17,11 +18,15 @@
 //     load_relaxed, store_relaxed    u32, u64, uint2, uint4; template argument: Scope, `system` unless given
 //     load_acquire, store_release    u32
 //     load_whole16, store_whole16    uint4, system scope, relaxed, never torn
+//     load_past_l1              uint4: plain data that the fence before it made visible, maybe to another thread of the CTA
 //     exchange_relaxed, add_relaxed  u32: one atomic access
 //     load_shared, store_shared      a word of the CTA's shared memory, by its address there
 //     fence<Scope>()            acquire and release
 //     sync_cta()                by all threads of a CTA;  sync_wave(): by all of a wave. Both order memory among them
+//     prepare_thread_barriers()  by all of a CTA, before its sync_cta, where what follows uses
+//     sync_threads_of(barrier, threads)    a barrier (1 to 15) of some of a CTA's threads
 //     sum_over_wave(u32)        by all of a wave: the sum, to every one
+//     shuffle_xor(u32 | float, mask)    by all of a wave: the value of lane (own XOR mask)
 //     dependency_wait()         returns once the kernel before in the stream has ended; orders everything after it
 //     release_dependents()      lets the next kernel start before this one ends (its dependency_wait still waits)
 //     clock_ns()                a clock of this GPU

@@ -154,6 +154,10 @@ LATENT_MOE_DEVICE void add_relaxed(std::uint32_t* at, std::uint32_t value) {
     }
 }
 
+LATENT_MOE_DEVICE uint4 load_past_l1(const uint4* from) {
+    return __ldcg(from);
+}
+
 // ---- threads of a CTA, of a wave
 
 LATENT_MOE_DEVICE void sync_cta() {
@@ -162,8 +166,21 @@ LATENT_MOE_DEVICE void sync_cta() {
 LATENT_MOE_DEVICE void sync_wave() {
     __syncwarp();
 }
+LATENT_MOE_DEVICE void prepare_thread_barriers() {}
+/// `threads` is a multiple of 32.
+LATENT_MOE_DEVICE void sync_threads_of(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 LATENT_MOE_DEVICE std::uint32_t sum_over_wave(std::uint32_t value) {
     return __reduce_add_sync(0xffffffff, value);
+}
+
+/// The value of the lane whose number differs by `mask`, below 32.
+LATENT_MOE_DEVICE std::uint32_t shuffle_xor(std::uint32_t value, unsigned mask) {
+    return __shfl_xor_sync(0xffffffff, value, mask);
+}
+LATENT_MOE_DEVICE float shuffle_xor(float value, unsigned mask) {
+    return __shfl_xor_sync(0xffffffff, value, mask);
 }
 
 // ---- kernels and time

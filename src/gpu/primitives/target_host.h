@@ -36,6 +36,8 @@ public:
     virtual void sync_cta() = 0;
     virtual void sync_wave() = 0;
     virtual std::uint32_t sum_over_wave(std::uint32_t value) = 0;
+    /// Every lane's value, for all of the wave to read until they `sync_wave`.
+    virtual const uint4* share_in_wave(uint4 value) = 0;
     virtual void dependency_wait() = 0;
     virtual std::uint32_t* shared_memory() = 0;  ///< of the CTA
     virtual void let_others_run() = 0;
@@ -51,6 +53,17 @@ inline void sync_wave() {
 }
 inline std::uint32_t sum_over_wave(std::uint32_t value) {
     return neighbours->sum_over_wave(value);
+}
+inline const uint4* share_in_wave(uint4 value) {
+    return neighbours->share_in_wave(value);
+}
+inline std::uint32_t shuffle_xor(std::uint32_t value, unsigned mask) {
+    const std::uint32_t other = share_in_wave({value, 0, 0, 0})[threadIdx.x % wave_size ^ mask].x;
+    sync_wave();
+    return other;
+}
+inline float shuffle_xor(float value, unsigned mask) {
+    return std::bit_cast<float>(shuffle_xor(std::bit_cast<std::uint32_t>(value), mask));
 }
 inline void dependency_wait() {
     neighbours->dependency_wait();

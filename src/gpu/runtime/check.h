@@ -1,10 +1,9 @@
 // Calls of the GPU's libraries that fail become errors that name the call.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <string>
 
+#include "gpu/runtime/device_api.h"
 #include "latent_moe/status.h"
 
 namespace latent_moe::gpu {

@@ -10,7 +10,7 @@ namespace {
 
 CublasLt load() {
     CublasLt table;
-    Library library("libcublasLt.so.13");
+    Library library({"libcublasLt.so.13"});
 #define X(name) table.name = library.symbol<std::remove_pointer_t<decltype(&cublasLt##name)>>("cublasLt" #name);
     LATENT_MOE_CUBLASLT_FUNCTIONS(X)
 #undef X

@@ -7,6 +7,9 @@
 
 namespace latent_moe::gpu {
 
+using MatmulHandle = cublasLtHandle_t;
+using MatmulAlgorithm = cublasLtMatmulAlgo_t;
+
 struct CublasLt {
 // clang-format off
 #define LATENT_MOE_CUBLASLT_FUNCTIONS(X) \

@@ -10,7 +10,7 @@ namespace {
 
 Cupti load() {
     Cupti table;
-    Library library("libcupti.so.13");
+    Library library({"libcupti.so.13"});
 #define X(name) table.name = library.symbol<std::remove_pointer_t<decltype(&cupti##name)>>("cupti" #name);
     LATENT_MOE_CUPTI_FUNCTIONS(X)
 #undef X

@@ -1,14 +1,16 @@
 // A shared library that is looked for when it is first wanted: a program that links none of them starts everywhere.
 #pragma once
 
+#include <initializer_list>
 #include <string>
 
 namespace latent_moe::gpu {
 
 class Library {
 public:
-    /// Looks for `soname` as the dynamic linker does, then in CUDA's own folder. Stays loaded for ever.
-    explicit Library(const char* soname);
+    /// Looks for the first of `sonames` that there is, as the dynamic linker does, then in the vendor's own folder. Stays
+    /// loaded for ever.
+    Library(std::initializer_list<const char*> sonames);
 
     /// Why it cannot be used; empty if it can.
     const std::string& missing() const noexcept { return missing_; }

@@ -10,20 +10,19 @@ namespace {
 
 constexpr int oldest_version = 21800;  // ncclCommSplit
 
-Nccl load() {
-    Nccl table;
-    Library library("libnccl.so.2");
-#define X(name) table.name = library.symbol<decltype(nccl##name)>("nccl" #name);
-    LATENT_MOE_NCCL_FUNCTIONS(X)
-#undef X
-    table.missing = library.missing();
-    if (!table.missing.empty()) {
-        table.window_missing = table.missing;
-        return table;
-    }
-    if (table.GetVersion(&table.version) != ncclSuccess || table.version < oldest_version) {
-        table.missing = fmt::format("libnccl.so.2 is NCCL {}, expected 2.18 or newer", table.version_text());
-    }
+#ifdef LATENT_MOE_HIP
+
+/// Peer windows are not RCCL's business here: processes share memory by IPC handles (ipc_window.cpp).
+void find_windows(Library&, Nccl& table) {
+    table.window_missing = "RCCL registers none here";
+}
+Library open() {
+    return Library({"librccl.so.1", "librccl.so"});
+}
+
+#else
+
+void find_windows(Library& library, Nccl& table) {
 #define X(name) table.name = library.symbol<decltype(nccl##name)>("nccl" #name, true);
     LATENT_MOE_NCCL_WINDOW_FUNCTIONS(X)
 #undef X
@@ -36,6 +35,28 @@ Nccl load() {
         table.window_missing = fmt::format("NCCL is {}, but this build's device API is that of {}.{}", table.version_text(),
                                            NCCL_MAJOR, NCCL_MINOR);
     }
+}
+Library open() {
+    return Library({"libnccl.so.2"});
+}
+
+#endif
+
+Nccl load() {
+    Nccl table;
+    Library library = open();
+#define X(name) table.name = library.symbol<decltype(nccl##name)>("nccl" #name);
+    LATENT_MOE_NCCL_FUNCTIONS(X)
+#undef X
+    table.missing = library.missing();
+    if (!table.missing.empty()) {
+        table.window_missing = table.missing;
+        return table;
+    }
+    if (table.GetVersion(&table.version) != ncclSuccess || table.version < oldest_version) {
+        table.missing = fmt::format("{} is version {}, expected 2.18 or newer", nccl_name, table.version_text());
+    }
+    find_windows(library, table);
     return table;
 }
 
@@ -52,7 +73,7 @@ const Nccl& look_for_nccl() {
 
 const Nccl& nccl() {
     const Nccl& table = look_for_nccl();
-    if (!table.missing.empty()) throw Error(StatusCode::unavailable, fmt::format("NCCL: {}", table.missing));
+    if (!table.missing.empty()) throw Error(StatusCode::unavailable, fmt::format("{}: {}", nccl_name, table.missing));
     return table;
 }
 

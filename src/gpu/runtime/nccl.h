@@ -1,11 +1,21 @@
-// NCCL, loaded when it is first wanted.
+// NCCL, or RCCL under the same names, loaded when it is first wanted.
 #pragma once
 
+#ifdef LATENT_MOE_HIP
+#include "gpu/runtime/rccl_api.h"
+#else
 #include <nccl.h>
+#endif
 
 #include <string>
 
 namespace latent_moe::gpu {
+
+#ifdef LATENT_MOE_HIP
+inline constexpr const char* nccl_name = "RCCL";
+#else
+inline constexpr const char* nccl_name = "NCCL";
+#endif
 
 struct Nccl {
 // clang-format off
@@ -16,15 +26,19 @@ struct Nccl {
     X(CommDestroy) X(CommAbort) X(CommSplit) X(CommCount) X(CommUserRank) X(CommCuDevice) X(CommGetAsyncError) \
         X(GetErrorString) X(GetLastError) X(AllReduce) X(AllGather) X(Send) X(Recv) X(GroupStart) X(GroupEnd)
 // clang-format on
+#define X(name) decltype(&nccl##name) name = nullptr;
+    LATENT_MOE_NCCL_FUNCTIONS(X)
+#undef X
+#ifndef LATENT_MOE_HIP
 /// Since 2.28.
 #define LATENT_MOE_NCCL_WINDOW_FUNCTIONS(X) X(MemAlloc) X(MemFree) X(CommWindowRegister) X(CommWindowDeregister)
 #define X(name) decltype(&nccl##name) name = nullptr;
-    LATENT_MOE_NCCL_FUNCTIONS(X)
     LATENT_MOE_NCCL_WINDOW_FUNCTIONS(X)
 #undef X
     // Declared in nccl_device.h, which only the one file that needs it includes.
     void* DevCommCreate = nullptr;
     void* DevCommDestroy = nullptr;
+#endif
 
     int version = 0;             ///< 22809 is 2.28.9
     std::string missing;         ///< why NCCL cannot be used at all; empty if it can

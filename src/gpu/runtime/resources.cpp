@@ -31,6 +31,17 @@ DeviceMemory::DeviceMemory(std::size_t bytes, const char* what) : bytes_(bytes) 
     memory_ = Owned<DeviceMemoryKind>(static_cast<std::byte*>(memory));
 }
 
+DeviceMemory DeviceMemory::window(std::size_t bytes) {
+    void* memory = nullptr;
+    if (const cudaError_t error = allocate_window(&memory, bytes); error != cudaSuccess) {
+        fail(error, fmt::format("peer window: {:.1f} MB", static_cast<double>(bytes) / 1e6));
+    }
+    DeviceMemory result;
+    result.bytes_ = bytes;
+    result.memory_ = Owned<DeviceMemoryKind>(static_cast<std::byte*>(memory));
+    return result;
+}
+
 MappedMemory::MappedMemory(std::size_t bytes, const char* what) {
     void* memory = nullptr;
     if (const cudaError_t error = cudaHostAlloc(&memory, bytes, cudaHostAllocMapped | cudaHostAllocPortable);

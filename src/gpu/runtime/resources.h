@@ -1,12 +1,11 @@
 // Device memory, streams and events that free themselves. Each belongs to the device that was current when it was made.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cstddef>
 #include <utility>
 
 #include "gpu/runtime/check.h"
+#include "gpu/runtime/device_api.h"
 
 namespace latent_moe::gpu {
 
@@ -81,6 +80,8 @@ public:
     DeviceMemory() = default;
     /// `what` names it if there is not enough.
     DeviceMemory(std::size_t bytes, const char* what);
+    /// Of the kind that peers write while kernels here look at it.
+    static DeviceMemory window(std::size_t bytes);
 
     std::byte* get() const noexcept { return memory_.get(); }
     std::size_t bytes() const noexcept { return memory_ ? bytes_ : 0; }

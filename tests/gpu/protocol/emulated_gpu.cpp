@@ -57,6 +57,7 @@ private:
 struct Wave {
     Barrier all{wave_size};
     std::array<std::uint32_t, wave_size> values{};
+    std::array<uint4, wave_size> shared{};
 };
 
 struct Cta {
@@ -148,6 +149,11 @@ public:
     void block() { looked_ = Clock::never_looks; }
     void unblock() { looked_ = 0; }
     std::uint32_t* shared_memory() override { return cta().shared_memory.data(); }
+    const uint4* share_in_wave(uint4 value) override {
+        wave().shared[thread_ % wave_size] = value;
+        sync_wave();
+        return wave().shared.data();
+    }
     void dependency_wait() override {
         if (!ended_) return;
         const Blocked blocked;
