@@ -30,7 +30,7 @@ DEVICE_LOADS = {"exchange_bulk"}
 MAY_SPILL = ("Li2ELi8E", "Li4ELi8E", "Li8ELi8E")
 
 LDS_BYTES = 64 << 10
-SCRATCH_BYTES = 64  # of scalars: the kernels that poll eight peers together have more than fit
+SCRATCH_BYTES = 96  # of scalars: kernels that poll many peers together have more than fit
 REGISTERS_OF_SIMD = 512  # a lane's, all waves together
 SIMDS = 4
 

@@ -203,7 +203,8 @@ TEST(HipBackend, HasNoFusedTailOnAnArchitectureWithoutMfma) {
 }
 
 TEST(HipBackend, SaysThatAnOldRcclIsTooOld) {
-    // The library is looked for once a process, so in another one.
+    // The library is looked for once a process, so in a new one.
+    testing::FLAGS_gtest_death_test_style = "threadsafe";
     EXPECT_EXIT(
         {
             setenv("FAKE_RCCL_VERSION", "21205", 1);
