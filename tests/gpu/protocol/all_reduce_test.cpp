@@ -56,7 +56,8 @@ TEST_P(AllReduceOnHostThreads, GivesThePlainSumWhileTheRowsShrinkAndGrow) {
 }
 
 INSTANTIATE_TEST_SUITE_P(, AllReduceOnHostThreads,
-                         testing::Values(Config{2, 1}, Config{2, 2}, Config{3, 1}, Config{3, 2}, Config{4, 1}, Config{4, 2}),
+                         testing::Values(Config{1, 1}, Config{2, 1}, Config{2, 2}, Config{3, 1}, Config{3, 2}, Config{4, 1},
+                                         Config{4, 2}, Config{5, 2}, Config{6, 1}, Config{7, 2}, Config{8, 1}, Config{8, 2}),
                          name_of);
 
 }  // namespace
