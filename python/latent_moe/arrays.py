@@ -94,6 +94,15 @@ def empty_like(array: Array, rows: int, columns: int) -> Array:
     raise TypeError(f"out: cannot make an array like {type(array).__name__}, expected one to write to")
 
 
+def wait_for(*arrays: Array | None) -> None:
+    """Until what PyTorch's current streams still compute of them is there: packing reads them on a stream of its own."""
+    for array in arrays:
+        if array is not None and is_torch(array) and array.device.type != "cpu":
+            import torch
+
+            torch.cuda.current_stream(array.device).synchronize()
+
+
 def stream_of(array: Array, stream: int | None) -> int:
     """`stream`, or the current stream of a PyTorch tensor's device; 0 on the CPU."""
     if stream is not None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from latent_moe import _core
 from latent_moe._core import Bootstrap
-from latent_moe.arrays import Array, empty_like, optional_view, stream_of, view
+from latent_moe.arrays import Array, empty_like, optional_view, stream_of, view, wait_for
 from latent_moe.ranks import run_thread_ranks
 
 TailName = Literal["replicated", "overlap", "column_parallel", "token_parallel", "late_reduce", "fused"]
@@ -209,6 +209,7 @@ class Context:
             if rows.dtype in ("u16", "u8"):
                 raise TypeError(f"weights are raw bits ({rows.dtype}): say which dtype they are")
             dtype = rows.dtype  # type: ignore[assignment]
+        wait_for(weights, gamma)
         core = self._core.add_layer(id, rows, optional_view(gamma), dtype, scale, optional_view(row_scales))
         self._layers.append(core)
         return Layer(core, self)

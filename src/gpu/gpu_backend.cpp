@@ -144,9 +144,10 @@ public:
             latent_ = DeviceMemory(static_cast<std::size_t>(block_tokens_ * shape_.latent * element), "workspace");
             product_out_ = DeviceMemory(static_cast<std::size_t>(block_tokens_ * shape_.hidden * element), "workspace");
             shared_ = DeviceMemory(static_cast<std::size_t>(block_tokens_ * shape_.hidden * element), "workspace");
-            if (options_.deferred_finalize)
+            if (options_.deferred_finalize) {
                 combined_ =
                     DeviceMemory(static_cast<std::size_t>(options_.max_tokens * shape_.latent * element), "workspace");
+            }
             product_->acquire_workspace();
         });
         LaneGrids grids{};
