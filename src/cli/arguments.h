@@ -86,6 +86,9 @@ struct Arguments {
     std::int64_t first_layer = 1;                         // synthesize
     int shards = 1;                                       // synthesize
     std::optional<std::string> inputs_out;                // synthesize
+    std::optional<double> minutes;                        // soak
+    std::optional<std::int64_t> calls;                    // soak
+    std::uint64_t from_call = 0;                          // soak
 };
 
 /// `1,2,4-8,64`. Throws `Error(invalid_argument)`.

@@ -31,6 +31,7 @@ Command tune_command();
 Command inspect_command();
 Command op_command();
 Command info_command();
+Command soak_command();
 Command synthesize_command();
 
 }  // namespace latent_moe::cli

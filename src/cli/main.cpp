@@ -39,11 +39,11 @@ struct Program {
     CLI::App app{
         "The tail of latent mixture-of-experts layers under tensor parallelism: run it, verify it, time it, explain it.\n",
         "latent-moe"};
-    std::array<Command, 9> commands = {run_command(),     verify_command(), bench_command(),
-                                       explain_command(), tune_command(),   inspect_command(),
-                                       op_command(),      info_command(),   synthesize_command()};
-    std::array<Arguments, 9> arguments;  // one a subcommand, whose defaults differ
-    std::array<CLI::App*, 9> subcommands{};
+    std::array<Command, 10> commands = {run_command(),  verify_command(),    bench_command(), explain_command(),
+                                        tune_command(), inspect_command(),   op_command(),    soak_command(),
+                                        info_command(), synthesize_command()};
+    std::array<Arguments, 10> arguments;  // one a subcommand, whose defaults differ
+    std::array<CLI::App*, 10> subcommands{};
 
     Program() {
         app.set_version_flag("--version", fmt::format("latent-moe {}", library_version()));

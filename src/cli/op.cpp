@@ -202,7 +202,7 @@ int execute(const Arguments& arguments, Ranks& ranks) {
         LayerWeights layer;
         agreed(bootstrap, "reading weights",
                [&] { layer = problem.weights.load(problem.layer, problem.rows_of_rank(bootstrap.rank)); });
-        const std::unique_ptr<Device> device = make_device(problem, bootstrap);
+        const std::unique_ptr<Device> device = make_device(problem.options, bootstrap);
         const Context context = make_context(problem, bootstrap, {problem.layer});
         Progress progress(arguments, bootstrap.rank == 0);
         for (const std::int64_t tokens : problem.tokens) {

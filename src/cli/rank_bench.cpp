@@ -92,7 +92,7 @@ RankBench::RankBench(const Arguments& arguments, Problem& problem, const Bootstr
       progress_(progress),
       device_([&] {
           progress.say("opening the device");
-          return make_device(problem, bootstrap);
+          return make_device(problem.options, bootstrap);
       }()),
       context_([&] {
           progress.say("creating the context (products are measured, kernels loaded)");

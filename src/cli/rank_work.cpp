@@ -52,15 +52,15 @@ DeviceTensor::DeviceTensor(Memory& memory, const ConstMatrix& source) {
     memory.upload(view().data, source.data, bytes());
 }
 
-std::unique_ptr<Device> make_device(const Problem& problem, const Bootstrap& bootstrap) {
+std::unique_ptr<Device> make_device(const Options& options, const Bootstrap& bootstrap) {
     std::unique_ptr<Device> device;
     agreed(bootstrap, "opening the device", [&] {
-        const BackendEntry& backend = find_backend(problem.options.backend);
+        const BackendEntry& backend = find_backend(options.backend);
         if (backend.make_device == nullptr) {
             throw Error(StatusCode::unavailable,
                         fmt::format("backend {} gives the command line no device memory", backend.name));
         }
-        device = backend.make_device(bootstrap, problem.options);
+        device = backend.make_device(bootstrap, options);
     });
     return device;
 }
@@ -141,19 +141,24 @@ ConstMatrix RankOutput::written(std::int64_t tokens) {
 ConstMatrix RankOutput::whole(const Bootstrap& bootstrap, std::int64_t tokens) {
     const ConstMatrix own = written(tokens);
     if (!context_->options().sequence_parallel) return own;
+    whole_ = gather_own_rows(bootstrap, *context_, own, tokens);
+    return std::as_const(whole_).view();
+}
+
+Tensor gather_own_rows(const Bootstrap& bootstrap, const Context& context, const ConstMatrix& own, std::int64_t tokens) {
     const std::int64_t most = tokens / bootstrap.world + 1;  // own rows differ by at most one
     Tensor padded(most, own.columns, own.dtype);
     padded.fill_bytes(0);
     std::memcpy(padded.view().data, own.data, static_cast<std::size_t>(own.rows * own.row_bytes()));
     std::vector<std::byte> received(padded.bytes() * static_cast<std::size_t>(bootstrap.world));
     bootstrap.all_gather_bytes(padded.view().data, received.data(), padded.bytes());
-    whole_ = Tensor(tokens, own.columns, own.dtype);
+    Tensor whole(tokens, own.columns, own.dtype);
     for (int rank = 0; rank < bootstrap.world; ++rank) {
-        const TokenRange range = context_->own_tokens(tokens, rank);
-        std::memcpy(whole_.view().row(range.first), received.data() + static_cast<std::size_t>(rank) * padded.bytes(),
+        const TokenRange range = context.own_tokens(tokens, rank);
+        std::memcpy(whole.view().row(range.first), received.data() + static_cast<std::size_t>(rank) * padded.bytes(),
                     static_cast<std::size_t>(range.count * own.row_bytes()));
     }
-    return std::as_const(whole_).view();
+    return whole;
 }
 
 bool same_on_all_ranks(const Bootstrap& bootstrap, const ConstMatrix& matrix) {

@@ -48,7 +48,7 @@ private:
 };
 
 /// Collective: the device of this rank, as the context will choose it.
-std::unique_ptr<Device> make_device(const Problem& problem, const Bootstrap& bootstrap);
+std::unique_ptr<Device> make_device(const Options& options, const Bootstrap& bootstrap);
 
 /// One rank's inputs on its device.
 struct RankInputs {
@@ -92,6 +92,9 @@ private:
     Tensor host_;
     Tensor whole_;
 };
+
+/// Collective: the rows of a sequence-parallel call, of which each rank holds its own, contiguous.
+Tensor gather_own_rows(const Bootstrap& bootstrap, const Context& context, const ConstMatrix& own, std::int64_t tokens);
 
 /// Collective: whether all ranks hold the same bits.
 bool same_on_all_ranks(const Bootstrap& bootstrap, const ConstMatrix& matrix);

@@ -159,7 +159,7 @@ int execute(const Arguments& arguments, Ranks& ranks) {
 
     Result result;
     ranks.run([&](const Bootstrap& bootstrap) {
-        const std::unique_ptr<Device> device = make_device(problem, bootstrap);
+        const std::unique_ptr<Device> device = make_device(problem.options, bootstrap);
         const Context context = make_context(problem, bootstrap, {problem.layer});
         const Plan plan = context.plan(tokens);
         const Tail tail = settle_tail(arguments, plan);

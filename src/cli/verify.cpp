@@ -202,7 +202,7 @@ int execute(const Arguments& arguments, Ranks& ranks) {
     Result result{.float8_error = float8_error};
     ranks.run([&](const Bootstrap& bootstrap) {
         const bool tells = bootstrap.rank == 0;
-        const std::unique_ptr<Device> device = make_device(problem, bootstrap);
+        const std::unique_ptr<Device> device = make_device(problem.options, bootstrap);
         const Context context = make_context(problem, bootstrap, {problem.layer});
         const RankInputs rank_inputs(*device, inputs, bootstrap.rank);
         RankOutput out(*device, context, problem.most_tokens());

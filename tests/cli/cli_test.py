@@ -453,6 +453,31 @@ class Results(Case):
         self.assertRegex(information["libraries"]["oneDNN"], r"^\d+\.\d+")
         self.assertGreater(information["context"]["workspace_bytes"], 0)
 
+    def soak(self, *arguments):
+        return json.loads(self.succeed("soak", *arguments, "--backend", "cpu", "--json", "-"))
+
+    def test_soak_makes_the_calls_of_its_seed(self):
+        soak = self.soak("--calls", 96, "--seed", 7)
+        self.assertEqual((soak["schema"], soak["seed"], soak["calls"], soak["failures"], soak["passed"]),
+                         ("latent-moe/soak/1", 7, 96, [], True))
+        self.assertEqual(sum(soak["by_tail"].values()), 96)
+        self.assertGreater(soak["replays"], 0)
+        self.assertGreater(soak["contexts"], 2)
+        again = self.soak("--calls", 96, "--seed", 7)
+        self.assertEqual((soak["by_tail"], soak["replays"]), (again["by_tail"], again["replays"]))
+        self.assertNotEqual(soak["by_tail"], self.soak("--calls", 96, "--seed", 8)["by_tail"])
+
+    def test_soak_can_begin_anywhere(self):
+        parts = [self.soak("--calls", 1, "--from-call", call, "--seed", 7) for call in range(30, 36)]
+        whole = self.soak("--calls", 6, "--from-call", 30, "--seed", 7)
+        for field in ("calls", "replays", "refused"):
+            self.assertEqual(sum(part[field] for part in parts), whole[field])
+
+    def test_soak_by_the_clock(self):
+        soak = self.soak("--minutes", 0.02)
+        self.assertGreater(soak["calls"], 0)
+        self.assertTrue(soak["passed"])
+
 
 class Processes(Case):
     def setUp(self):
@@ -474,6 +499,12 @@ class Processes(Case):
         verify = json.loads(done.stdout)  # of one process alone
         self.assertEqual((verify["failed"], verify["cases"][0]["tp"]), (0, 3))
         self.assertGreaterEqual(verify["passed"], 9)
+
+    def test_soak(self):
+        done = self.mpi(3, "soak", "--calls", 64, "--threads", 1, "--json", "-")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        soak = json.loads(done.stdout)
+        self.assertEqual((soak["calls"], soak["sets_by_world"], soak["passed"]), (64, {"3": 2}, True))
 
     def test_same_bits_as_threads(self):
         checkpoint, inputs = self.make_checkpoint(), self.make_inputs()
