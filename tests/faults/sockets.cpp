@@ -5,6 +5,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
@@ -28,6 +30,10 @@ struct Traffic {
     bool done() const noexcept { return sent == out.size() && got == in.size(); }
 };
 
+/// A length that is none: the sender has failed, and a text of this size says why.
+constexpr std::uint64_t farewell = UINT64_MAX;
+constexpr std::size_t farewell_bytes = 512;
+
 [[noreturn]] void gone(std::size_t peer) {
     throw Error(StatusCode::aborted, fmt::format("rank {} is gone: its connection has closed", peer));
 }
@@ -39,7 +45,7 @@ bool would_block() noexcept {
 }  // namespace
 
 Sockets::Sockets(int rank, std::vector<int> descriptors, int timeout_ms)
-    : rank_(rank), descriptors_(std::move(descriptors)), timeout_ms_(timeout_ms) {}
+    : rank_(rank), descriptors_(std::move(descriptors)), timeout_ms_(timeout_ms), in_message_(descriptors_.size()) {}
 
 Sockets::~Sockets() {
     for (const int descriptor : descriptors_) {
@@ -48,6 +54,25 @@ Sockets::~Sockets() {
 }
 
 void Sockets::all_gather(const void* send, void* received, std::size_t bytes) {
+    try {
+        gather(send, received, bytes);
+    } catch (const Error& error) {
+        say_farewell(error.what());
+        throw;
+    }
+}
+
+void Sockets::say_farewell(const char* reason) noexcept {
+    std::array<char, sizeof farewell + farewell_bytes> message{};
+    std::memcpy(message.data(), &farewell, sizeof farewell);
+    std::strncpy(message.data() + sizeof farewell, reason, farewell_bytes - 1);
+    for (std::size_t peer = 0; peer < descriptors_.size(); ++peer) {
+        if (descriptors_[peer] >= 0 && !in_message_[peer])
+            static_cast<void>(::send(descriptors_[peer], message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT));
+    }
+}
+
+void Sockets::gather(const void* send, void* received, std::size_t bytes) {
     const std::uint64_t length = bytes;
     std::vector<Traffic> traffic(descriptors_.size());
     for (Traffic& each : traffic) {
@@ -86,6 +111,7 @@ void Sockets::all_gather(const void* send, void* received, std::size_t bytes) {
                                              MSG_NOSIGNAL | MSG_DONTWAIT);
                 if (count < 0 && !would_block()) gone(peers[i]);
                 if (count > 0) each.sent += static_cast<std::size_t>(count);
+                in_message_[peers[i]] = each.sent > 0 && each.sent < each.out.size();
             }
             if ((waits[i].revents & (POLLIN | POLLHUP | POLLERR)) == 0) continue;
             const ssize_t count = ::recv(waits[i].fd, each.in.data() + each.got, each.in.size() - each.got, MSG_DONTWAIT);
@@ -94,6 +120,13 @@ void Sockets::all_gather(const void* send, void* received, std::size_t bytes) {
             std::uint64_t theirs = 0;
             if (each.got < sizeof theirs) continue;
             std::memcpy(&theirs, each.in.data(), sizeof theirs);
+            if (theirs == farewell) {
+                std::array<char, farewell_bytes> reason{};
+                const std::size_t early = std::min(each.got - sizeof theirs, farewell_bytes - 1);
+                std::memcpy(reason.data(), each.in.data() + sizeof theirs, early);
+                static_cast<void>(::recv(waits[i].fd, reason.data() + early, farewell_bytes - 1 - early, MSG_DONTWAIT));
+                throw Error(StatusCode::aborted, fmt::format("rank {} gave up: {}", peers[i], reason.data()));
+            }
             if (theirs != length) {
                 throw Error(StatusCode::mismatch,
                             fmt::format("rank {} sends {} bytes, rank {} {}: they are at different steps", peers[i], theirs,
