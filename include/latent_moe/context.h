@@ -1,8 +1,8 @@
 // The context: ranks that agreed on a shape, one workspace, the layers' weights, and the tails that run over them.
 //
-// A context is one total order of calls, the same on every rank; one host thread of a rank at a time, except `poll_fault`
-// and `abort`, which any thread may call. Concurrency means another context, over a bootstrap of its own: contexts that
-// share a bootstrap share its order of calls, and ranks that mix them up all fail.
+// A context is one total order of calls, the same on every rank; one host thread of a rank at a time, except
+// `poll_fault`, `counters` and `abort`, which any thread may call. Concurrency means another context, over a bootstrap of
+// its own: contexts that share a bootstrap share its order of calls, and ranks that mix them up all fail.
 //
 // A call that is refused for its arguments leaves the context usable. Every later failure (a peer that is missing or in
 // another call, `abort`) is final for the context and for its bootstrap: make new ones.
@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "latent_moe/bootstrap.h"
+#include "latent_moe/counters.h"
 #include "latent_moe/export.h"
 #include "latent_moe/options.h"
 #include "latent_moe/plan.h"
@@ -152,6 +153,8 @@ public:
 
     /// The first fault, if any. Never blocks.
     std::optional<Fault> poll_fault() const;
+    /// Any thread.
+    Counters counters() const noexcept;
     /// Local; makes this context return `aborted`, and peers that wait for it as soon as they can know: at once where ranks
     /// are threads or kernels of GPUs that see each other, at their deadline where they are processes on a CPU.
     void abort(const std::string& reason = "abort() was called");

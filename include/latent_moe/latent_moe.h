@@ -3,6 +3,7 @@
 
 #include "latent_moe/bootstrap.h"
 #include "latent_moe/context.h"
+#include "latent_moe/counters.h"
 #include "latent_moe/options.h"
 #include "latent_moe/plan.h"
 #include "latent_moe/shape.h"

@@ -11,8 +11,8 @@
  *
  *   Structs only ever grow at their end, so a program keeps working with a newer library. With an older one it works too, as
  *   long as the fields which that library does not know are zero; else the call is refused.
- * - Threads: as in C++. One host thread at a time may use a context, except `latent_moe_context_poll_fault` and
- *   `latent_moe_context_abort`. */
+ * - Threads: as in C++. One host thread at a time may use a context, except `latent_moe_context_poll_fault`,
+ *   `latent_moe_context_counters` and `latent_moe_context_abort`. */
 #ifndef LATENT_MOE_C_H
 #define LATENT_MOE_C_H
 
@@ -41,6 +41,7 @@ typedef enum latent_moe_status {
     LATENT_MOE_IO = 8,
     LATENT_MOE_INTERNAL = 9
 } latent_moe_status;
+#define LATENT_MOE_STATUS_COUNT 10
 
 typedef enum latent_moe_dtype {
     LATENT_MOE_BF16 = 0,
@@ -138,6 +139,8 @@ typedef struct latent_moe_options {
     int32_t deferred_finalize;
     int32_t batch_invariant;
     int32_t float8_weights;
+    int64_t self_check_period;
+    const char* self_check_folder; /* null: the current folder */
 } latent_moe_options;
 
 LATENT_MOE_C_API latent_moe_status latent_moe_options_init(latent_moe_options* options, size_t struct_size);
@@ -189,6 +192,21 @@ typedef struct latent_moe_fault {
 
 /* `fault->struct_size` is set by the caller. Any thread. */
 LATENT_MOE_C_API latent_moe_status latent_moe_context_poll_fault(const latent_moe_context* context, latent_moe_fault* fault);
+typedef struct latent_moe_counters {
+    size_t struct_size;
+    uint64_t calls[LATENT_MOE_TAIL_COUNT]; /* made, by latent_moe_tail */
+    uint64_t parts;
+    uint64_t refused[LATENT_MOE_STATUS_COUNT]; /* by latent_moe_status */
+    uint64_t failed[LATENT_MOE_STATUS_COUNT];
+    uint64_t waits;
+    uint64_t wait_us;
+    uint64_t longest_wait_us;
+    uint64_t self_checks;
+} latent_moe_counters;
+
+/* `counters->struct_size` is set by the caller. Any thread. */
+LATENT_MOE_C_API latent_moe_status latent_moe_context_counters(const latent_moe_context* context,
+                                                               latent_moe_counters* counters);
 /* Any thread. `reason` may be null. */
 LATENT_MOE_C_API latent_moe_status latent_moe_context_abort(latent_moe_context* context, const char* reason);
 /* Collective, both. */

@@ -45,6 +45,10 @@ struct Options {
     int device = -1;        ///< GPU backend: the device of this rank; -1: rank modulo the number of devices
     int reserved_sms = 16;  ///< GPU backend: multiprocessors that kernels which wait for peers leave to others
 
+    std::int64_t self_check_period = 0;  ///< one call in so many of each layer is checked against the unfused chain, and the
+                                         ///< layer's packed weights against their checksum; 0: none (docs/reliability.md)
+    std::string self_check_folder;  ///< where the inputs of a mismatch are saved; empty: the current folder. Not compared
+
     static constexpr std::array<std::int64_t, tail_count> no_limits() {
         std::array<std::int64_t, tail_count> limits{};
         limits.fill(INT64_MAX);

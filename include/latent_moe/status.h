@@ -12,7 +12,8 @@ namespace latent_moe {
 enum class StatusCode {
     ok,
     invalid_argument,  ///< the caller passed something that no configuration accepts
-    mismatch,          ///< ranks disagree: about the configuration, or about the call they are in
+    mismatch,          ///< ranks disagree: about the configuration, or about the call they are in; or a self-check disagrees
+                       ///< with a result
     unsupported,       ///< the request is meaningful, but this build or this context does not serve it
     unavailable,       ///< the machine lacks something: a GPU, a driver, a library, a peer link
     out_of_memory,

@@ -20,6 +20,7 @@ from latent_moe._core import version as __version__
 from latent_moe.context import (
     Candidate,
     Context,
+    Counters,
     DeferredRows,
     Fault,
     Layer,
@@ -37,6 +38,7 @@ __all__ = [
     "Bootstrap",
     "Candidate",
     "Context",
+    "Counters",
     "DeferredRows",
     "Fault",
     "LatentMoeError",

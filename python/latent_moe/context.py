@@ -52,6 +52,10 @@ class Options:
     cpu_threads: int = 0
     device: int = -1
     reserved_sms: int = 16
+    self_check_period: int = 0
+    """One call in so many of each layer is checked against the unfused chain; 0: none. The CPU backend has it."""
+    self_check_folder: str = ""
+    """Where the inputs of a mismatch are saved; empty: the current folder."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,24 @@ class Fault:
     message: str
 
 
+@dataclass(frozen=True)
+class Counters:
+    """What a context has done since it was created. A call that was captured in a graph counts once, its replays do not."""
+
+    calls: dict[str, int]
+    """By tail."""
+    refused: dict[str, int]
+    """Calls that left the context usable, by the name of their status."""
+    failed: dict[str, int]
+    """Calls that did not, and those after them."""
+    parts: int
+    waits: int
+    """For peers, where ranks wait on the host: on the CPU backend."""
+    wait_us: int
+    longest_wait_us: int
+    self_checks: int
+
+
 class Layer:
     """One layer's tail. A small handle, which keeps its context alive."""
 
@@ -180,7 +202,7 @@ class Layer:
 class Context:
     """Ranks that agreed on a shape, the layers' weights and one workspace.
 
-    One thread of a rank at a time, except `poll_fault` and `abort`. The GIL is released while a call waits.
+    One thread of a rank at a time, except `poll_fault`, `counters` and `abort`. The GIL is released while a call waits.
     """
 
     def __init__(self, shape: Shape, bootstrap: Bootstrap, options: Options | None = None) -> None:
@@ -269,6 +291,11 @@ class Context:
         """The first fault, if any. Never blocks; any thread."""
         fault = self._core.poll_fault()
         return None if fault is None else Fault(*fault)
+
+    def counters(self) -> Counters:
+        """What the context has done since it was created; any thread."""
+        calls, refused, failed, others = self._core.counters()
+        return Counters(dict(calls), dict(refused), dict(failed), **dict(others))
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Any thread; local. Peers that wait for this rank are told as soon as they can know."""

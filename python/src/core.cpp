@@ -222,6 +222,8 @@ Options options_from(const nb::handle& from) {
         .cpu_threads = nb::cast<int>(from.attr("cpu_threads")),
         .device = nb::cast<int>(from.attr("device")),
         .reserved_sms = nb::cast<int>(from.attr("reserved_sms")),
+        .self_check_period = nb::cast<std::int64_t>(from.attr("self_check_period")),
+        .self_check_folder = nb::cast<std::string>(from.attr("self_check_folder")),
     };
     for (const auto& [tail, limit] : nb::cast<nb::dict>(from.attr("tail_token_limit"))) {
         options.tail_token_limit[static_cast<std::size_t>(tail_from(nb::cast<std::string>(tail)))] =
@@ -381,6 +383,31 @@ std::optional<std::tuple<int, std::string, std::int64_t, std::uint64_t, std::str
     return std::tuple(fault->rank, fault->phase, fault->layer, fault->call, fault->message);
 }
 
+using NamedCounts = std::vector<std::pair<std::string, std::uint64_t>>;
+
+/// Names and counts; those of calls, refusals and failures only where they are not 0.
+std::tuple<NamedCounts, NamedCounts, NamedCounts, NamedCounts> counters(const Context& context) {
+    const Counters found = context.counters();
+    NamedCounts calls;
+    NamedCounts refused;
+    NamedCounts failed;
+    for (std::size_t tail = 0; tail < found.calls.size(); ++tail)
+        if (found.calls[tail] != 0) calls.emplace_back(name(static_cast<Tail>(tail)), found.calls[tail]);
+    for (std::size_t code = 0; code < found.refused.size(); ++code) {
+        const char* const reason = name(static_cast<StatusCode>(code));
+        if (found.refused[code] != 0) refused.emplace_back(reason, found.refused[code]);
+        if (found.failed[code] != 0) failed.emplace_back(reason, found.failed[code]);
+    }
+    return {calls,
+            refused,
+            failed,
+            {{"parts", found.parts},
+             {"waits", found.waits},
+             {"wait_us", found.wait_us},
+             {"longest_wait_us", found.longest_wait_us},
+             {"self_checks", found.self_checks}}};
+}
+
 }  // namespace
 }  // namespace latent_moe::python
 
@@ -479,6 +506,7 @@ NB_MODULE(_core, module) {
             "tokens"_a, "rank"_a)
         .def("plan", &plan, "tokens"_a)
         .def("poll_fault", &poll_fault)
+        .def("counters", &counters)
         .def("abort", &Context::abort, "reason"_a, Free())
         .def("suspend", &Context::suspend, Free())
         .def("resume", &Context::resume, Free())

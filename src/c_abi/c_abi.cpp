@@ -142,7 +142,9 @@ latent_moe_options default_options() noexcept {
                                 .reserved_sms = options.reserved_sms,
                                 .deferred_finalize = options.deferred_finalize ? 1 : 0,
                                 .batch_invariant = options.batch_invariant ? 1 : 0,
-                                .float8_weights = options.float8_weights ? 1 : 0};
+                                .float8_weights = options.float8_weights ? 1 : 0,
+                                .self_check_period = options.self_check_period,
+                                .self_check_folder = nullptr};
     for (std::size_t tail = 0; tail < options.tail_token_limit.size(); ++tail)
         defaults.tail_token_limit[tail] = options.tail_token_limit[tail];
     return defaults;
@@ -165,7 +167,9 @@ Options options_of(const latent_moe_options* given) {
                     .float8_weights = from.float8_weights != 0,
                     .cpu_threads = from.cpu_threads,
                     .device = from.device,
-                    .reserved_sms = from.reserved_sms};
+                    .reserved_sms = from.reserved_sms,
+                    .self_check_period = from.self_check_period,
+                    .self_check_folder = from.self_check_folder == nullptr ? "" : from.self_check_folder};
     for (std::size_t tail = 0; tail < options.tail_token_limit.size(); ++tail)
         options.tail_token_limit[tail] = from.tail_token_limit[tail];
     return options;
@@ -384,6 +388,24 @@ latent_moe_status latent_moe_context_poll_fault(const latent_moe_context* contex
             out.message = polled_fault().message.c_str();
         }
         write_struct("fault", fault, size, out);
+    });
+}
+
+latent_moe_status latent_moe_context_counters(const latent_moe_context* context, latent_moe_counters* counters) {
+    return guarded([&] {
+        const latent_moe::Counters found = present("context", context).context.counters();
+        const std::size_t size = present("counters", counters).struct_size;
+        latent_moe_counters out{.parts = found.parts,
+                                .waits = found.waits,
+                                .wait_us = found.wait_us,
+                                .longest_wait_us = found.longest_wait_us,
+                                .self_checks = found.self_checks};
+        static_assert(LATENT_MOE_TAIL_COUNT == latent_moe::tail_count &&
+                      LATENT_MOE_STATUS_COUNT == latent_moe::status_count);
+        std::copy(found.calls.begin(), found.calls.end(), out.calls);
+        std::copy(found.refused.begin(), found.refused.end(), out.refused);
+        std::copy(found.failed.begin(), found.failed.end(), out.failed);
+        write_struct("counters", counters, size, out);
     });
 }
 

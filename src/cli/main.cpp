@@ -115,6 +115,8 @@ int main(int count, char** texts) {
     for (const int descriptor : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
         if (::fcntl(descriptor, F_GETFD) < 0 && ::open("/dev/null", O_RDWR) < 0) return latent_moe::cli::machine_cannot;
     }
+    // The program says itself what went wrong, in one line; the library may add to it where it is asked to.
+    ::setenv("LATENT_MOE_LOG", "off", 0);
     // A closed pipe or a full file is an error of the write that meets it, not the end of the program.
     std::signal(SIGPIPE, SIG_IGN);
     std::signal(SIGXFSZ, SIG_IGN);

@@ -27,6 +27,7 @@ const char* name(Step step) noexcept {
         case Step::gather_latent: return "gather of the latent";
         case Step::gather_output: return "gather of the output";
         case Step::gather_weights: return "gather of the weights";
+        case Step::self_check: return "self-check";
     }
     return "unknown step";
 }

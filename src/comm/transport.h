@@ -22,7 +22,8 @@ enum class Step : std::uint8_t {
     reduce_output,
     gather_latent,
     gather_output,
-    gather_weights
+    gather_weights,
+    self_check
 };
 
 LATENT_MOE_API const char* name(Step step) noexcept;

@@ -94,6 +94,8 @@ void validate(const Options& options, const Shape& shape, int world) {
         refuse(fmt::format("cpu_threads is {}, expected 0 to 1024", options.cpu_threads));
     }
     if (options.reserved_sms < 0) refuse(fmt::format("reserved_sms is {}, expected at least 0", options.reserved_sms));
+    if (options.self_check_period < 0)
+        refuse(fmt::format("self_check_period is {}, expected at least 0", options.self_check_period));
     if (shape.hidden % world != 0 && !options.keep_whole_weights) {
         refuse(fmt::format(
             "hidden {} is not divisible by {} ranks: no rank can own an equal shard of W_up, expected keep_whole_weights or "

@@ -14,9 +14,12 @@
 #include "comm/transport.h"
 #include "context/backends.h"
 #include "context/call_checks.h"
+#include "context/call_counters.h"
 #include "context/context_access.h"
+#include "context/self_check.h"
 #include "core/agreement.h"
 #include "core/deferred.h"
+#include "core/log.h"
 #include "core/partition.h"
 #include "core/planner.h"
 #include "latent_moe/version.h"
@@ -39,7 +42,11 @@ public:
           backend(entry.make(shape, bootstrap, options)),
           row_alignment(backend->capabilities().row_alignment),
           host_memory(backend->capabilities().host_memory),
-          planner(shape, bootstrap.world, options, backend->capabilities()) {}
+          planner(shape, bootstrap.world, options, backend->capabilities()),
+          self_check(*backend, shape, options.self_check_period, options.self_check_folder) {}
+    ContextState(const ContextState&) = delete;
+    ContextState& operator=(const ContextState&) = delete;
+    ~ContextState() { log(LogLevel::info, "{}: destroyed after {} calls", title(), next_call); }
 
     const Shape shape;
     const Bootstrap bootstrap;
@@ -48,6 +55,8 @@ public:
     const std::int64_t row_alignment;
     const bool host_memory;
     const Planner planner;
+    SelfCheck self_check;
+    CallCounters counters;
     std::vector<LayerEntry> layers;
     bool sealed = false;
     bool suspended = false;
@@ -62,6 +71,15 @@ public:
         Rows out;
     };
     std::optional<Half> half;
+
+    /// For log lines.
+    std::string title() const noexcept {
+        try {
+            return fmt::format("rank {} of {}, context {}", bootstrap.rank, bootstrap.world, number);
+        } catch (const std::exception&) {
+            return {};
+        }
+    }
 
     TokenRange own_tokens(std::int64_t tokens, int rank) const noexcept { return even_part(tokens, bootstrap.world, rank); }
 
@@ -83,7 +101,13 @@ public:
                 backend->begin_call(identity, stream);
                 begun = true;
             };
+            if (logs(LogLevel::debug)) log_call(identity);
             body(begin);
+            if (!identity.is_tail) {
+                counters.made_part();
+            } else if (!half) {  // else its finish is still to come
+                counters.made(identity.tail);
+            }
             return {};
         } catch (const ExchangeError& error) {
             return failed(
@@ -129,9 +153,10 @@ private:
     /// An error before `begin_call` concerns this call alone; after it ranks may be out of step, so it is the context's last
     /// word.
     Status failed(bool begun, Fault fault, Status status) noexcept {
-        if (!begun) return status;
+        if (!begun) return refused(std::move(status));
         Status side = backend->end_after_failure();
         if (status.code() == StatusCode::aborted && !side.ok()) status = std::move(side);
+        counters.failed(status.code());
         try {
             fault.message = status.message();
             record(std::move(fault));
@@ -141,9 +166,26 @@ private:
         return status;
     }
 
+    Status refused(Status status) noexcept {
+        if (status.code() == StatusCode::aborted) {  // an echo of the fault that was told before
+            counters.failed(status.code());
+        } else if (const std::uint64_t count = counters.refused(status.code()); is_power_of_ten(count)) {
+            log(LogLevel::warn, "{}: call {} refused ({} number {}): {}", title(), next_call - 1, name(status.code()), count,
+                status.message());
+        }
+        return status;
+    }
+
     void record(Fault fault) {
         const std::lock_guard lock(fault_mutex_);
-        if (!fault_) fault_ = std::move(fault);
+        if (fault_) return;
+        log(LogLevel::error, "{}: failed in call {}{}{}: {}", title(), fault.call, fault.phase.empty() ? "" : " at the ",
+            fault.phase, fault.message);
+        fault_ = std::move(fault);
+    }
+
+    void log_call(const CallIdentity& identity) const noexcept {
+        log(LogLevel::debug, "{}: call {}: layer {}, {} tokens", title(), identity.call, identity.layer, identity.tokens);
     }
 
     mutable std::mutex fault_mutex_;
@@ -178,6 +220,7 @@ void describe(Agreement& agreement, const Shape& shape, const Options& options, 
     agreement.field("captured", fmt::format("{}", options.captured));
     agreement.field("cpu_threads", fmt::format("{}", options.cpu_threads));
     agreement.field("reserved_sms", fmt::format("{}", options.reserved_sms));
+    agreement.field("self_check_period", fmt::format("{}", options.self_check_period));
 }
 
 /// Refuses options that this backend does not serve.
@@ -261,6 +304,8 @@ Context Context::create(const Shape& shape, const Bootstrap& given, const Option
         throw Error(StatusCode::unsupported,
                     fmt::format("no tail can run; {}, for one: {}", name(closest), state->planner.refusal(closest, 1)));
     }
+    log(LogLevel::info, "{}: created on the {} backend, hidden {}, latent {}, {}", state->title(), entry->name, shape.hidden,
+        shape.latent, name(shape.activations));
     return Context(std::move(state));
 }
 
@@ -286,8 +331,13 @@ void Context::seal() {
         agreement.field(fmt::format("id of layer {} in order", index), fmt::format("{}", state_->layers[index].id));
     }
     agreement.confirm(state_->bootstrap);
-    for (ContextState::LayerEntry& layer : state_->layers) state_->backend->gather_whole(*layer.packed);
+    for (ContextState::LayerEntry& layer : state_->layers) {
+        state_->backend->gather_whole(*layer.packed);
+        state_->self_check.seal_layer(*layer.packed);
+    }
     state_->sealed = true;
+    log(LogLevel::info, "{}: sealed with {} layers, {:.1f} MB of weights, {:.1f} MB of workspace", state_->title(),
+        state_->layers.size(), static_cast<double>(weight_bytes()) / 1e6, static_cast<double>(workspace_bytes()) / 1e6);
 }
 
 const Shape& Context::shape() const noexcept {
@@ -340,6 +390,14 @@ std::size_t Context::workspace_bytes() const noexcept {
 std::optional<Fault> Context::poll_fault() const {
     return state_->fault();
 }
+Counters Context::counters() const noexcept {
+    Counters counters = state_->counters.read();
+    const Waits waits = state_->backend->waits();
+    counters.waits = waits.count;
+    counters.wait_us = waits.us;
+    counters.longest_wait_us = waits.longest_us;
+    return counters;
+}
 void Context::abort(const std::string& reason) {
     state_->abort(reason);
 }
@@ -348,14 +406,18 @@ void Context::suspend() {
     Agreement("suspend").confirm(state_->bootstrap, state_->suspended ? "the context is suspended already" : "");
     state_->backend->release_workspace();
     state_->suspended = true;
+    log(LogLevel::info, "{}: suspended", state_->title());
 }
 
 void Context::resume() {
     agreed_step(state_->bootstrap, Agreement("resume"), [&] {
         if (!state_->suspended) throw Error(StatusCode::unsupported, "the context is not suspended");
         state_->backend->acquire_workspace();
+        for (std::size_t index = 0; state_->sealed && index < state_->layers.size(); ++index)
+            state_->self_check.verify_weights(index, state_->layers[index].id, *state_->layers[index].packed);
     });
     state_->suspended = false;
+    log(LogLevel::info, "{}: resumed", state_->title());
 }
 
 std::int64_t Layer::id() const noexcept {
@@ -469,11 +531,17 @@ Status run_tail(ContextState& state, std::size_t index, std::optional<Tail> aske
         identity.tail = tail_to_run(state, asked, input.tokens, false);
         begin();
         if (deferred) call.routed = state.backend->combine(*deferred, input.tokens);
+        const bool checked = state.self_check.due(index);
+        if (checked) state.self_check.keep(call);
         const Schedule schedule = portable_schedule(identity.tail);
         if (schedule != nullptr) {
             schedule(*state.backend, call);
         } else {
             state.backend->fused_tail(call);
+        }
+        if (checked) {
+            state.self_check.verify(call, identity, index);
+            state.counters.checked();
         }
         state.backend->end_call(call.stop_before_gather ? ConstMatrix{} : ConstMatrix(call.out));
     });

@@ -26,12 +26,14 @@ void copy_rows(const Region& from, const Matrix& to) {
 
 }  // namespace
 
-Collectives::Collectives(Transport& transport, Channel channel, Workers& workers, const Shape& shape, std::int64_t widest)
+Collectives::Collectives(Transport& transport, Channel channel, Workers& workers, const Shape& shape, std::int64_t widest,
+                         WaitMeter& waits)
     : transport_(transport),
       channel_(channel),
       workers_(workers),
       shape_(shape),
       widest_(widest),
+      waits_(waits),
       sums_(static_cast<std::size_t>(widest * workers.count())),
       scratch_(sums_.size()),
       gamma_(static_cast<std::size_t>(shape.latent), 1.0F),
@@ -45,7 +47,11 @@ std::size_t Collectives::workspace_bytes() const noexcept {
 void Collectives::exchange(Step step, std::span<const Region> outgoing, Transport::Consume consume) {
     ExchangeHeader header = header_;
     header.step = step;
-    transport_.exchange(channel_, header, outgoing, consume);
+    const auto begin = std::chrono::steady_clock::now();
+    transport_.exchange(channel_, header, outgoing, [&](std::span<const Region> incoming) {
+        waits_.add(std::chrono::steady_clock::now() - begin);
+        consume(incoming);
+    });
 }
 
 std::int64_t Collectives::rows_per_chunk(std::int64_t row_bytes) const noexcept {

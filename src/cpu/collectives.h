@@ -11,6 +11,7 @@
 
 #include "comm/transport.h"
 #include "core/matrix.h"
+#include "core/wait_meter.h"
 #include "cpu/workers.h"
 #include "latent_moe/context.h"
 
@@ -19,7 +20,8 @@ namespace latent_moe {
 class Collectives {
 public:
     /// `widest`: most columns of any row.
-    Collectives(Transport& transport, Channel channel, Workers& workers, const Shape& shape, std::int64_t widest);
+    Collectives(Transport& transport, Channel channel, Workers& workers, const Shape& shape, std::int64_t widest,
+                WaitMeter& waits);
 
     /// Headers of the exchanges that follow; `step` is filled in by the operations.
     void set_header(const ExchangeHeader& header) noexcept { header_ = header; }
@@ -54,6 +56,7 @@ private:
     Workers& workers_;
     Shape shape_;
     std::int64_t widest_;
+    WaitMeter& waits_;
     ExchangeHeader header_;
     std::vector<float> sums_;     // a row a worker
     std::vector<float> scratch_;  // a row a worker

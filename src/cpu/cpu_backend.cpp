@@ -16,6 +16,7 @@
 #include "core/float8_packing.h"
 #include "core/numeric.h"
 #include "core/partition.h"
+#include "core/wait_meter.h"
 #include "cpu/collectives.h"
 #include "cpu/packed_weights.h"
 #include "cpu/product.h"
@@ -46,11 +47,11 @@ Machine machine_of(int threads, bool native_bf16) {
 class CpuLane final : public Lane {
 public:
     /// `product` is null on a lane that runs collectives only.
-    CpuLane(Transport& transport, Channel channel, Workers& workers, Product* product, const Shape& shape)
+    CpuLane(Transport& transport, Channel channel, Workers& workers, Product* product, const Shape& shape, WaitMeter& waits)
         : workers_(workers),
           product_(product),
           widest_(std::max(shape.hidden, shape.latent)),
-          collectives_(transport, channel, workers, shape, widest_),
+          collectives_(transport, channel, workers, shape, widest_, waits),
           sums_(static_cast<std::size_t>(widest_ * workers.count())),
           scratch_(sums_.size()) {}
 
@@ -187,7 +188,7 @@ public:
         for (std::int64_t first = 0; first < own.rows; first += chunk) {
             const std::int64_t count = std::min(chunk, own.rows - first);
             const ConstMatrix part = own.row_range(first, count);
-            share({part.data, count, part.row_bytes(), part.stride_bytes()}, [&](int peer, const Region& from) {
+            share_weights({part.data, count, part.row_bytes(), part.stride_bytes()}, [&](int peer, const Region& from) {
                 const Matrix to = layer.rows({even_part(shape_.hidden, world_, peer).first + first, count});
                 for (std::int64_t row = 0; row < count; ++row)
                     std::memcpy(to.row(row), from.row(row), static_cast<std::size_t>(from.row_bytes));
@@ -196,11 +197,11 @@ public:
         if (float* scales = layer.row_scales(); scales != nullptr) {
             const TokenRange mine = layer.own_rows();
             const auto bytes = static_cast<std::int64_t>(sizeof(float)) * mine.count;
-            share({reinterpret_cast<const std::byte*>(scales + mine.first), 1, bytes, bytes},
-                  [&](int peer, const Region& from) {
-                      std::memcpy(scales + even_part(shape_.hidden, world_, peer).first, from.data,
-                                  static_cast<std::size_t>(from.row_bytes));
-                  });
+            share_weights({reinterpret_cast<const std::byte*>(scales + mine.first), 1, bytes, bytes},
+                          [&](int peer, const Region& from) {
+                              std::memcpy(scales + even_part(shape_.hidden, world_, peer).first, from.data,
+                                          static_cast<std::size_t>(from.row_bytes));
+                          });
         }
         layer.set_complete();
     }
@@ -215,8 +216,8 @@ public:
         if (options_.deferred_finalize)
             combined_.resize(static_cast<std::size_t>(options_.max_tokens * shape_.latent) * element);
         product_.emplace(workers_, block_tokens_, shape_.latent, Product::Arithmetic::automatic, options_.batch_invariant);
-        main_.emplace(*transport_, Channel::main, workers_, &*product_, shape_);
-        side_.emplace(*transport_, Channel::side, side_workers_, nullptr, shape_);
+        main_.emplace(*transport_, Channel::main, workers_, &*product_, shape_, waits_);
+        side_.emplace(*transport_, Channel::side, side_workers_, nullptr, shape_, waits_);
         side_worker_.emplace();
     }
 
@@ -301,22 +302,45 @@ public:
 
     void fused_tail(const TailCall&) override { throw Error(StatusCode::unsupported, capabilities().fused_reason); }
 
+    bool can_self_check() const noexcept override { return true; }
+    HostLayer host_layer(const PackedLayer& packed) const override {
+        const auto& layer = static_cast<const CpuPackedLayer&>(packed);
+        const bool whole = capabilities().whole_weights;
+        const ProductWeights weights = layer.weights(whole ? WeightPart::whole : WeightPart::shard);
+        return {.rows = weights.rows,
+                .first_row = whole ? 0 : layer.own_rows().first,
+                .scale = weights.scale,
+                .row_scales = weights.row_scales,
+                .gamma = layer.gamma()};
+    }
+    void share(Step step, const Region& mine, FunctionRef<void(int peer, const Region& from)> store) override {
+        ExchangeHeader header = header_;
+        header.step = step;
+        share_with(header, mine, store);
+    }
+    Waits waits() const noexcept override { return {waits_.count, waits_.us, waits_.longest_us}; }
+
     Status poll_fault() noexcept override { return {}; }
     void abort(const std::string& reason) noexcept override { transport_->abort(reason); }
 
 private:
     /// Every rank gets every rank's `mine`.
-    template <typename Store>
-    void share(const Region& mine, Store store) {
+    void share_with(const ExchangeHeader& header, const Region& mine,
+                    FunctionRef<void(int peer, const Region& from)> store) {
         std::array<Region, max_world> outgoing;
         outgoing.fill(mine);
-        transport_->exchange(Channel::main, {.step = Step::gather_weights},
-                             std::span(outgoing.data(), static_cast<std::size_t>(world_)),
+        transport_->exchange(Channel::main, header, std::span(outgoing.data(), static_cast<std::size_t>(world_)),
                              [&](std::span<const Region> incoming) {
-                                 for (int peer = 0; peer < world_; ++peer) {
-                                     if (peer != rank_) store(peer, incoming[static_cast<std::size_t>(peer)]);
-                                 }
+                                 for (int peer = 0; peer < world_; ++peer)
+                                     store(peer, incoming[static_cast<std::size_t>(peer)]);
                              });
+    }
+    /// Rows of the others' weights.
+    template <typename Store>
+    void share_weights(const Region& mine, Store store) {
+        share_with({.step = Step::gather_weights}, mine, [&](int peer, const Region& from) {
+            if (peer != rank_) store(peer, from);
+        });
     }
 
     const std::string name_ = "cpu";
@@ -343,6 +367,7 @@ private:
     Status side_failure_;  // of this call
     ExchangeHeader header_;
     std::uint64_t digest_ = 0;
+    WaitMeter waits_;
 };
 
 }  // namespace

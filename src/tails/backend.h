@@ -97,6 +97,22 @@ struct CallIdentity {
 struct TailCall;
 struct DeferredMatrix;
 
+/// Waits for peers that the host has seen.
+struct Waits {
+    std::uint64_t count = 0;
+    std::uint64_t us = 0;
+    std::uint64_t longest_us = 0;
+};
+
+/// A layer's weights as host memory, for the self-check.
+struct HostLayer {
+    ConstMatrix rows;
+    std::int64_t first_row = 0;         ///< of W_up
+    float scale = 1;                    ///< with the shape's routed scale
+    const float* row_scales = nullptr;  ///< of `rows`, or null
+    const void* gamma = nullptr;
+};
+
 class Backend {
 public:
     virtual ~Backend() = default;
@@ -144,6 +160,13 @@ public:
 
     /// The `fused` tail, which is a backend's own; called only where `Capabilities::fused`.
     virtual void fused_tail(const TailCall& call) = 0;
+
+    // What a self-check needs: inputs, output and weights that the host can read, and an exchange of its own.
+    virtual bool can_self_check() const noexcept { return false; }
+    virtual HostLayer host_layer(const PackedLayer&) const { return {}; }
+    /// Collective, within a call: every rank's `mine` to every rank, its own too.
+    virtual void share(Step, const Region&, FunctionRef<void(int peer, const Region& from)>) {}
+    virtual Waits waits() const noexcept { return {}; }
 
     /// The first fault that the device or a peer reported, if any. Never blocks.
     virtual Status poll_fault() noexcept = 0;
