@@ -5,6 +5,7 @@
 //
 //     every rank    its inputs and all margins are as they were; every replay gave the same bits
 //     all ranks     hold the same bits
+//     all ranks     in some sets: the context's own self-check agrees
 //     rank 0        every row is right: float64 and the unfused chain beside it, which share no code with any tail
 //
 // What fails is told with the command that does it again.
@@ -24,6 +25,7 @@
 #include "cli/rank_work.h"
 #include "cli/row_judge.h"
 #include "cli/soak_plan.h"
+#include "context/backends.h"
 #include "core/digest.h"
 #include "core/partition.h"
 #include "latent_moe/status.h"
@@ -116,6 +118,7 @@ public:
         options.backend = arguments.backend;
         options.timeout_ms = arguments.timeout_ms;
         options.cpu_threads = arguments.threads;
+        if (find_backend(options.backend).name != "cpu") options.self_check_period = 0;  // the one that has it
         device_ = make_device(options, bootstrap);
         for (int layer = 0; layer < set.layers; ++layer) layers_.push_back(static_cast<std::int64_t>(first_layer) + layer);
         for (int context = 0; context < set.contexts; ++context) {

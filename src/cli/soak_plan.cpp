@@ -76,6 +76,7 @@ SoakSet draw_set(std::uint64_t seed, std::uint64_t number, std::optional<int> wo
     set.contexts = dice.one_in(3) ? 2 : 1;
     set.layers = static_cast<int>(dice.from_to(1, 3));
     set.ends_in_abort = dice.one_in(8);
+    options.self_check_period = dice.one_in(3) ? dice.from_to(1, 4) : 0;
     return set;
 }
 

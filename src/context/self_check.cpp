@@ -262,23 +262,25 @@ std::string SelfCheck::save(const TailCall& call, const CallIdentity& identity, 
                             const std::string& what) const {
     try {
         const Dtype dtype = call.shape.activations;
-        const std::string path =
-            fmt::format("{}/latent-moe-mismatch-{}-context-{}-call-{}-rank-{}.safetensors", folder_.empty() ? "." : folder_,
-                        ::getpid(), identity.context, identity.call, call.rank);
-        std::vector<MismatchTensor> tensors;
-        for (std::size_t rank = 0; rank < gathered.routed.size(); ++rank)
-            tensors.push_back({fmt::format("routed.{}", rank),
-                               matrix_of(gathered.routed[rank].bytes, gathered.routed[rank].columns, dtype)});
-        for (std::size_t rank = 0; rank < gathered.shared.size(); ++rank)
-            tensors.push_back({fmt::format("shared.{}", rank),
-                               matrix_of(gathered.shared[rank].bytes, gathered.shared[rank].columns, dtype)});
+        const std::string stem =
+            fmt::format("{}/latent-moe-mismatch-{}-context-{}-call-{}-rank-{}", folder_.empty() ? "." : folder_, ::getpid(),
+                        identity.context, identity.call, call.rank);
+        // What `latent-moe run --inputs` takes, and what came out beside it.
+        std::vector<MismatchTensor> inputs;
+        const auto add = [&](const std::string& kind, const std::vector<Kept>& of_ranks) {
+            for (std::size_t rank = 0; rank < of_ranks.size(); ++rank)
+                inputs.push_back(
+                    {fmt::format("{}.{}", kind, rank), matrix_of(of_ranks[rank].bytes, of_ranks[rank].columns, dtype)});
+        };
+        add("routed", gathered.routed);
+        add("shared", gathered.shared);
         if (prefix_.columns != 0 && !call.stop_before_gather)
-            tensors.push_back({"prefix", matrix_of(prefix_.bytes, prefix_.columns, dtype)});
+            inputs.push_back({"prefix", matrix_of(prefix_.bytes, prefix_.columns, dtype)});
+        write_mismatch(stem + "-inputs.safetensors", what, inputs);
         const Kept out = copy_rows(ConstMatrix(call.out),
                                    call.stop_before_gather ? even_part(call.tokens, call.world, call.rank).first : 0);
-        if (!call.stop_before_gather) tensors.push_back({"found", matrix_of(out.bytes, out.columns, dtype)});
-        write_mismatch(path, what, tensors);
-        return fmt::format("; inputs saved to {}", path);
+        write_mismatch(stem + "-out.safetensors", what, {{"out", matrix_of(out.bytes, out.columns, dtype)}});
+        return fmt::format("; inputs saved to {}-inputs.safetensors", stem);
     } catch (const std::exception& error) {
         return fmt::format("; inputs not saved: {}", error.what());
     }

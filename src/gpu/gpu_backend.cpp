@@ -29,6 +29,7 @@
 #include "gpu/runtime/vendor.h"
 #include "gpu/spinning_grids.h"
 #include "gpu/topology.h"
+#include "gpu/trace_range.h"
 #include "gpu/views.h"
 #include "gpu/warm_up.h"
 #include "latent_moe/status.h"
@@ -216,6 +217,7 @@ public:
                         "the stream is null, but ranks that share a GPU need a stream of their own each");
         }
         current_.emplace(topology_.device);
+        range_.emplace(identity.is_tail ? latent_moe::name(identity.tail) : "part of a tail");
         identity_ = identity;
         if (half_stream_ && *half_stream_ != static_cast<cudaStream_t>(stream))
             check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), half_event_.get(), 0), "the order of calls");
@@ -229,13 +231,17 @@ public:
     }
 
     /// The kernels make the digest of what they write, and send it with the next call's header.
-    void end_call(const ConstMatrix&) override { current_.reset(); }
+    void end_call(const ConstMatrix&) override {
+        range_.reset();
+        current_.reset();
+    }
 
     /// The side lane has been enqueued when `fork` returns, so it cannot fail on its own.
     Status end_after_failure() noexcept override {
         if (forked_) static_cast<void>(cudaStreamWaitEvent(main_->stream(), joined_event_.get(), 0));
         forked_ = false;
         main_->set_beside(false);
+        range_.reset();
         current_.reset();
         return {};
     }
@@ -499,6 +505,7 @@ private:
     Options options_;
     Topology topology_;
     std::optional<CurrentDevice> current_;  // during set-up and calls
+    std::optional<TraceRange> range_;       // during calls
     TokenRange own_rows_;
     std::int64_t block_tokens_;
     std::int64_t nccl_from_bytes_ = INT64_MAX;

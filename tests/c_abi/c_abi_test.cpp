@@ -270,6 +270,19 @@ TEST_F(CAbi, TellsOfAnAbortInTheFault) {
     EXPECT_FAILURE(run(), LATENT_MOE_ABORTED, "enough");
 }
 
+TEST_F(CAbi, CountsCallsAndRefusals) {
+    ASSERT_EQ(run(), LATENT_MOE_OK);
+    input.tokens = -1;
+    EXPECT_EQ(run(), LATENT_MOE_INVALID_ARGUMENT);
+    latent_moe_counters counters{};
+    counters.struct_size = sizeof counters;
+    ASSERT_EQ(latent_moe_context_counters(context, &counters), LATENT_MOE_OK);
+    EXPECT_EQ(counters.calls[LATENT_MOE_TAIL_REPLICATED], 1U);
+    EXPECT_EQ(counters.refused[LATENT_MOE_INVALID_ARGUMENT], 1U);
+    EXPECT_EQ(counters.failed[LATENT_MOE_ABORTED], 0U);
+    EXPECT_FAILURE(latent_moe_context_counters(context, nullptr), LATENT_MOE_INVALID_ARGUMENT, "counters is null");
+}
+
 TEST_F(CAbi, GivesTheWorkspaceBackAndTakesItAgain) {
     ASSERT_EQ(latent_moe_context_suspend(context), LATENT_MOE_OK);
     EXPECT_EQ(latent_moe_context_workspace_bytes(context), 0U);

@@ -239,6 +239,22 @@ def test_suspend_gives_the_workspace_back():
     assert context.weight_bytes == problem.weights.nbytes + problem.gamma.nbytes
 
 
+def test_a_context_counts_its_calls_and_refusals():
+    problem = Problem(world=1)
+    context = lm.Context(problem.shape, lm.single_rank(), lm.Options(backend="cpu", self_check_period=2))
+    layer = context.add_layer(3, problem.weights, problem.gamma)
+    context.seal()
+    for _ in range(3):
+        layer.run(problem.routed[0], problem.shared[0], problem.prefix)
+    with pytest.raises(lm.LatentMoeError):
+        layer.run(problem.routed[0], problem.shared[0], problem.prefix, tail="fused")
+    counters = context.counters()
+    assert counters.calls == {"replicated": 3}
+    assert counters.refused == {"unsupported": 1}
+    assert counters.failed == {}
+    assert counters.self_checks == 2
+
+
 def test_a_layer_keeps_its_context_alive():
     problem = Problem(world=1)
     (layer,) = problem.context(lm.single_rank()).layers
