@@ -28,6 +28,7 @@
 #include "context/backends.h"
 #include "core/digest.h"
 #include "core/partition.h"
+#include "core/planner.h"
 #include "latent_moe/status.h"
 
 namespace latent_moe::cli {
@@ -69,6 +70,7 @@ struct Result {
     std::string backend;
     std::uint64_t calls = 0;
     std::uint64_t replays = 0;
+    std::uint64_t in_halves = 0;
     std::uint64_t refused = 0;
     std::uint64_t suspended = 0;
     std::uint64_t contexts = 0;
@@ -154,7 +156,7 @@ public:
             if (tells) ++result.refused;
         }
         const Plan plan = context.plan(call.tokens);
-        const Tail tail = call.planned_tail ? plan.tail : plan.candidates[call.tail_draw % plan.candidates.size()].tail;
+        const Tail tail = tail_of(call, plan);
 
         std::vector<bool> needed(static_cast<std::size_t>(set_.world), tells);
         needed[static_cast<std::size_t>(bootstrap_.rank)] = true;
@@ -174,6 +176,7 @@ public:
         ++result.calls;
         result.replays += static_cast<std::uint64_t>(call.replays);
         ++result.by_tail[name(tail)];
+        if (call.in_halves) ++result.in_halves;
         if (const std::optional<std::string> wrong =
                 verdict(call, tail, inputs, all, whole.view().present() ? whole : out)) {
             result.failures.push_back({number, fmt::format("tail {}, {} ranks, {} tokens, {}: {}", name(tail), set_.world,
@@ -193,6 +196,15 @@ public:
     }
 
 private:
+    static Tail tail_of(const SoakCall& call, const Plan& plan) {
+        if (call.planned_tail && !call.in_halves) return plan.tail;
+        std::vector<Tail> tails;
+        for (const Candidate& candidate : plan.candidates) {
+            if (!call.in_halves || has_halves(candidate.tail)) tails.push_back(candidate.tail);
+        }
+        return tails[call.tail_draw % tails.size()];  // those with halves are always among a group's
+    }
+
     void expect_refusal(const Context& context) const {
         const std::int64_t too_many = set_.options.max_tokens + 1;
         const Status status = context.layer(0).run({.tokens = too_many}, {}, device_->stream());
@@ -223,6 +235,11 @@ private:
         Tensor first;
         const Layer layer = context.layer(static_cast<std::size_t>(call.layer));
         const auto enqueue = [&] {
+            if (call.in_halves) {
+                require(layer.begin(tail, input.shared, out.rows(), call.tokens, device_->stream()));
+                require(layer.finish(input.routed, input.prefix, device_->stream()));
+                return;
+            }
             require(call.planned_tail ? layer.run(input, out.rows(), device_->stream())
                                       : layer.run(tail, input, out.rows(), device_->stream()));
         };
@@ -332,10 +349,11 @@ Json to_json(const Arguments& arguments, const Result& result, const std::option
     Json json = {{"schema", "latent-moe/soak/1"},    {"seed", arguments.seed},
                  {"backend", result.backend},        {"ranks", arguments.processes ? "processes" : "threads"},
                  {"from_call", arguments.from_call}, {"calls", result.calls},
-                 {"replays", result.replays},        {"refused", result.refused},
-                 {"contexts", result.contexts},      {"suspended", result.suspended},
-                 {"aborted", result.aborted},        {"seconds", result.seconds},
-                 {"by_tail", result.by_tail},        {"failures", Json::array()}};
+                 {"replays", result.replays},        {"in_halves", result.in_halves},
+                 {"refused", result.refused},        {"contexts", result.contexts},
+                 {"suspended", result.suspended},    {"aborted", result.aborted},
+                 {"seconds", result.seconds},        {"by_tail", result.by_tail},
+                 {"failures", Json::array()}};
     for (const auto& [world, sets] : result.sets_by_world) json["sets_by_world"][fmt::format("{}", world)] = sets;
     for (const Failure& failure : result.failures)
         json["failures"].push_back(
@@ -358,10 +376,11 @@ void report(Output& output, const Arguments& arguments, const Result& result, co
     std::vector<std::string> tails;
     for (const auto& [tail, calls] : result.by_tail) tails.push_back(fmt::format("{} {}", tail, calls));
     output.line(
-        "seed {}, backend {}, {}: {} calls ({}) and {} replays, {} contexts, {} suspended, {} refused, {} aborted; "
+        "seed {}, backend {}, {}: {} calls ({}; {} in halves) and {} replays, {} contexts, {} suspended, {} refused, {} "
+        "aborted; "
         "{:.0f} s",
         arguments.seed, result.backend, arguments.processes ? "processes" : "threads", result.calls, fmt::join(tails, ", "),
-        result.replays, result.contexts, result.suspended, result.refused, result.aborted, result.seconds);
+        result.in_halves, result.replays, result.contexts, result.suspended, result.refused, result.aborted, result.seconds);
     if (!result.holdings.empty()) {
         output.line("resident: {} after the first set, {} after the last, {} at most",
                     bytes_text(static_cast<double>(result.holdings.front().resident)),

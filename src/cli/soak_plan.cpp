@@ -101,6 +101,8 @@ SoakCall draw_call(std::uint64_t seed, std::uint64_t number, const SoakSet& set)
     call.consume_shared = has_shared && dice.one_in(3);
     if (has_shared && !set.options.sequence_parallel && dice.one_in(5)) call.placement = Placement::over_shared;
     if (call.prefix && dice.one_in(5)) call.placement = Placement::over_prefix;
+    call.in_halves = set.options.shared == SharedState::partial && set.world > 1 &&
+                     call.placement != Placement::over_prefix && dice.one_in(6);
     call.padding = dice.one_in(3) ? 8 * dice.from_to(1, 4) : 0;
     call.replays = dice.one_in(3) ? static_cast<int>(dice.from_to(1, 3)) : 0;
     call.suspend_before = dice.one_in(24);

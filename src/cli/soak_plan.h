@@ -38,6 +38,7 @@ struct SoakCall {
     bool prefix = false;
     bool consume_shared = false;
     Placement placement = Placement::own;
+    bool in_halves = false;    ///< begin(shared), then finish(routed)
     std::int64_t padding = 0;  ///< elements between rows, a multiple of 16 bytes
     int replays = 0;           ///< times that the call, recorded, is run again
     bool suspend_before = false;
