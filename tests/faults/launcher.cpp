@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -127,6 +128,7 @@ Report run_body(const Launch& launch, Rank& rank) {
 
 [[noreturn]] void be_rank(const Launch& launch, const Mesh& mesh, int number, Shared& shared, int report_to,
                           int release_from) {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // a launcher that is killed leaves nobody behind, not even a stopped rank
     const auto own = static_cast<std::size_t>(number);
     close_others(mesh, own);
     {
