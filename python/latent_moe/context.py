@@ -52,6 +52,7 @@ class Options:
     cpu_threads: int = 0
     device: int = -1
     reserved_sms: int = 16
+    tune_table: str = "auto"
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,7 @@ Options make_options(const Arguments& arguments, const Shape& shape, int world, 
     if (arguments.batch_invariant && arguments.tail.one_named()) options.tail = arguments.tail.named.front();
     options.float8_weights = arguments.float8_weights;
     options.cpu_threads = arguments.threads;
+    options.tune_table = arguments.tune_table;
     for (const auto& [tail, most] : arguments.limits) options.tail_token_limit[static_cast<std::size_t>(tail)] = most;
 
     // The whole W_up costs `world` times the memory: only where it is asked for, or nothing could run without.
