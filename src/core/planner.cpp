@@ -23,11 +23,7 @@ constexpr bool splits_columns(Tail tail) noexcept {
 }  // namespace
 
 Planner::Planner(const Shape& shape, int world, const Options& options, Capabilities capabilities, PlanSource source)
-    : shape_(shape),
-      world_(world),
-      options_(options),
-      capabilities_(std::move(capabilities)),
-      source_(std::move(source)) {
+    : shape_(shape), world_(world), options_(options), capabilities_(std::move(capabilities)), source_(std::move(source)) {
     if (options_.batch_invariant && !options_.tail) {
         options_.tail = choice_for_all_tokens();
         kept_to_one_ = true;

@@ -119,8 +119,8 @@ TuneTable parse_table(std::string_view source, const std::string& where, const j
                 .activations = part.one_of("dtype", {Dtype::bf16, Dtype::f16, Dtype::f32}),
                 .shared = part.one_of("shared", {SharedState::partial, SharedState::reduced, SharedState::absent}),
                 .sequence_parallel = part.truth("sequence_parallel"),
-                            .batch_invariant = part.truth("batch_invariant"),
-                            .float8_weights = part.truth("float8_weights")},
+                .batch_invariant = part.truth("batch_invariant"),
+                .float8_weights = part.truth("float8_weights")},
         .origin = part.text("origin")};
     const json& points = part.field("points");
     if (!points.is_array() || points.empty()) part.refuse("points are not a list of at least one");
