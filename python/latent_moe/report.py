@@ -128,6 +128,8 @@ def chart(title: str, unit: str, series: Series, dashed: frozenset[str] = frozen
     for index, (name, line) in enumerate(series.items()):
         colour = "#666" if name in dashed else COLOURS[index % len(COLOURS)]
         stroke = ' stroke-dasharray="6 4"' if name in dashed or index >= len(COLOURS) else ""
+        faint = ' opacity="0.45"' if name.startswith("external:") else ""
+        weight = 1.2 if faint else 2.2
         drawn = [(at_x(x), at_y(y), x, y) for x, y in sorted(line) if x > 0 and y > 0]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in drawn)
         marks = "".join(
@@ -136,8 +138,8 @@ def chart(title: str, unit: str, series: Series, dashed: frozenset[str] = frozen
             for x, y, tokens, value in drawn
         )
         parts.append(
-            f'<g data-series="{escaped(name)}" fill="{colour}" stroke="{colour}">'
-            f'<polyline points="{path}" fill="none" stroke-width="1.8"{stroke}/>{marks}</g>'
+            f'<g data-series="{escaped(name)}" fill="{colour}" stroke="{colour}"{faint}>'
+            f'<polyline points="{path}" fill="none" stroke-width="{weight}"{stroke}/>{marks}</g>'
         )
         legend.append(
             f'<li><button aria-pressed="true" data-series="{escaped(name)}">'
