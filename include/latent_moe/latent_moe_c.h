@@ -141,6 +141,8 @@ typedef struct latent_moe_options {
     int32_t float8_weights;
     int64_t self_check_period;
     const char* self_check_folder; /* null: the current folder */
+    const char*
+        tune_table; /* a file that `latent-moe tune` wrote, "auto": a shipped table that fits, "none"; null: "auto" */
 } latent_moe_options;
 
 LATENT_MOE_C_API latent_moe_status latent_moe_options_init(latent_moe_options* options, size_t struct_size);

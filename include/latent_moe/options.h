@@ -1,4 +1,5 @@
-// How a context is set up. Every field is compared between the ranks at creation; a difference is an error on all of them.
+// How a context is set up. Every field but `tune_table` and `device` is compared between the ranks at creation; a difference
+// is an error on all of them.
 #pragma once
 
 #include <array>
@@ -22,6 +23,10 @@ struct Options {
     std::optional<Tail> tail;         ///< run only this tail; creation fails if it can run for no number of tokens
     std::array<std::int64_t, tail_count> tail_token_limit =
         no_limits();  ///< by `Tail`: most tokens for which it may be chosen
+    std::string tune_table =
+        "auto";  ///< measured times that the plan goes by: a file that `latent-moe tune` wrote, "auto": a
+                 ///< table that is shipped and fits, or "none". Rank 0's counts; the others' is not read.
+                 ///< A broken file is an error; where none fits the cost model plans, and the plan says so
 
     SharedState shared = SharedState::partial;  ///< what the caller's shared rows are, for every call of the context
     bool sequence_parallel = false;  ///< the caller wants only its own rows of the output (see `Context::own_tokens`)

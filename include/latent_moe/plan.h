@@ -43,6 +43,7 @@ struct Refusal {
 struct Candidate {
     Tail tail;
     double expected_us;
+    bool measured = false;  ///< by `latent-moe tune`; else it is the cost model's
 };
 
 /// For one number of tokens: the choice, its rivals with their expected cost, and those that cannot run, each with the
@@ -51,10 +52,11 @@ struct Plan {
     std::int64_t tokens = 0;
     Tail tail = Tail::replicated;
     double expected_us = 0;
-    std::vector<Candidate>
-        candidates;  ///< every tail that may run, cheapest first; empty: none can, and `tail` means nothing
+    std::vector<Candidate> candidates;  ///< every tail that may run, the chosen one first, then those that were measured,
+                                        ///< then the cheapest; empty: none can, and `tail` means nothing
     std::vector<Refusal> refused;
-    std::string source;  ///< where the costs come from
+    bool from_table = false;  ///< whether measured times chose, or the cost model
+    std::string source;       ///< where the costs come from
 };
 
 }  // namespace latent_moe

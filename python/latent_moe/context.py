@@ -56,6 +56,7 @@ class Options:
     """One call in so many of each layer is checked against the unfused chain; 0: none. The CPU backend has it."""
     self_check_folder: str = ""
     """Where the inputs of a mismatch are saved; empty: the current folder."""
+    tune_table: str = "auto"
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,7 @@ Options options_from(const nb::handle& from) {
         .timeout_ms = nb::cast<int>(from.attr("timeout_ms")),
         .keep_whole_weights = nb::cast<bool>(from.attr("keep_whole_weights")),
         .tail = tail_from(nb::cast<std::optional<std::string>>(from.attr("tail"))),
+        .tune_table = nb::cast<std::string>(from.attr("tune_table")),
         .shared = from_name("shared", nb::cast<std::string>(from.attr("shared")),
                             {SharedState::partial, SharedState::reduced, SharedState::absent}),
         .sequence_parallel = nb::cast<bool>(from.attr("sequence_parallel")),

@@ -144,7 +144,8 @@ latent_moe_options default_options() noexcept {
                                 .batch_invariant = options.batch_invariant ? 1 : 0,
                                 .float8_weights = options.float8_weights ? 1 : 0,
                                 .self_check_period = options.self_check_period,
-                                .self_check_folder = nullptr};
+                                .self_check_folder = nullptr,
+                                .tune_table = nullptr};
     for (std::size_t tail = 0; tail < options.tail_token_limit.size(); ++tail)
         defaults.tail_token_limit[tail] = options.tail_token_limit[tail];
     return defaults;
@@ -159,6 +160,7 @@ Options options_of(const latent_moe_options* given) {
                     .timeout_ms = from.timeout_ms,
                     .keep_whole_weights = from.keep_whole_weights != 0,
                     .tail = tail_of(from.tail),
+                    .tune_table = from.tune_table == nullptr ? "auto" : from.tune_table,
                     .shared = enumerator<SharedState>("shared", from.shared, LATENT_MOE_SHARED_ABSENT + 1),
                     .sequence_parallel = from.sequence_parallel != 0,
                     .expert_parallel = from.expert_parallel != 0,

@@ -229,6 +229,10 @@ void add_context_options(CLI::App& app, Arguments& arguments) {
         ->group(rank_group);
     add_number(app, "--capacity", arguments.capacity, "most tokens of a call of the fused tail (128)", 1, max_tokens_limit)
         ->group(rank_group);
+    app.add_option("--table", arguments.tune_table,
+                   "measured times that the plan goes by: a file of `tune`, auto (a shipped one that fits) or none (auto)")
+        ->type_name("FILE")
+        ->group(rank_group);
     app.add_option_function<std::vector<std::string>>(
            "--limit",
            [&arguments](const std::vector<std::string>& texts) {

@@ -62,6 +62,7 @@ struct Arguments {
     bool float8_weights = false;
     std::optional<std::int64_t> capacity;
     std::vector<std::pair<Tail, std::int64_t>> limits;
+    std::string tune_table = "auto";
     int threads = 0;
     int timeout_ms = 30'000;
 
@@ -79,7 +80,8 @@ struct Arguments {
     bool step = false;                                    // bench
     std::vector<double> tpot_ms;                          // bench
     std::optional<std::string> trace;                     // bench
-    bool progress = false;                                // bench
+    bool progress = false;                                // bench, tune
+    double budget_s = 240;                                // tune
     std::optional<int> repeats;                           // run, bench, op
     std::string path;                                     // inspect
     std::string operation;                                // op

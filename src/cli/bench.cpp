@@ -35,15 +35,6 @@ void add_options(CLI::App& app, Arguments& arguments) {
     add_output_options(app, arguments);
 }
 
-/// As many layers as were asked for and as fit beside everything else.
-std::vector<std::int64_t> layers_to_run(const Arguments& arguments, Problem& problem) {
-    const double copies = problem.options.keep_whole_weights ? problem.world : 1;
-    const double layer_bytes = static_cast<double>(problem.shape.hidden * problem.shape.latent) * 2 * copies;
-    const int fitting = static_cast<int>(std::clamp(available_memory() * 0.6 / layer_bytes, 1.0, 1024.0));
-    const int wanted = arguments.layers.value_or(arguments.step ? step_layers : default_layers);
-    return problem.weights.layers(problem.layer, std::min(wanted, fitting));
-}
-
 void require_sense(const Arguments& arguments, const Problem& problem) {
     const BackendEntry& backend = find_backend(problem.options.backend);
     const bool all_raw =
@@ -82,7 +73,8 @@ int execute(const Arguments& arguments, Ranks& ranks) {
     Problem problem = make_problem(arguments, ranks, arguments.step ? step : decode);
     require_sense(arguments, problem);
     require_run_memory(problem, false, 1);
-    const std::vector<std::int64_t> layers = layers_to_run(arguments, problem);
+    const std::vector<std::int64_t> layers =
+        layers_that_fit(problem, arguments.layers.value_or(arguments.step ? step_layers : default_layers));
     Output output(arguments, ranks.speaks());
 
     std::vector<KernelRun> kernels;

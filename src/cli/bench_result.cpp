@@ -1,20 +1,12 @@
 #include "cli/bench_result.h"
 
 #include <algorithm>
-#include <fstream>
 #include <thread>
+
+#include "cpu/cpu_model.h"
 
 namespace latent_moe::cli {
 namespace {
-
-std::string cpu_model() {
-    std::ifstream file("/proc/cpuinfo");
-    std::string line;
-    while (std::getline(file, line)) {
-        if (line.starts_with("model name")) return line.substr(std::min(line.size(), line.find(':') + 2));
-    }
-    return "unknown";
-}
 
 /// The fastest of the rows that `wanted` names, for so many tokens.
 template <typename Wanted>

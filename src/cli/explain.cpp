@@ -28,13 +28,21 @@ struct Result {
 void report(Output& output, const Arguments& arguments, const Problem& problem, const Result& result) {
     output.line("{}; {} {}, backend {}", shape_text(problem.shape), problem.world,
                 arguments.processes ? "processes" : "threads", result.backend);
-    output.line("expected times: {}", result.plans.front().source);
+    for (std::size_t row = 0; row < result.plans.size(); ++row) {  // told once as long as it is the same
+        const Plan& plan = result.plans[row];
+        if (row > 0 && plan.source == result.plans[row - 1].source) continue;
+        output.line("expected times{}: {}", row == 0 ? "" : fmt::format(" from {} tokens", plan.tokens), plan.source);
+    }
+    const auto us = [](const Plan& plan, const Candidate& candidate) {  // beside measured times it is told what is not
+        return fmt::format("{}{}", us_text(candidate.expected_us),
+                           plan.from_table && !candidate.measured ? " by the model" : "");
+    };
     Table table({"tokens", "<tail", "expected us", "<others that can run (us)"});
     for (const Plan& plan : result.plans) {
         std::vector<std::string> others;
         for (const Candidate& candidate : plan.candidates) {
             if (candidate.tail != plan.tail)
-                others.push_back(fmt::format("{} {}", name(candidate.tail), us_text(candidate.expected_us)));
+                others.push_back(fmt::format("{} {}", name(candidate.tail), us(plan, candidate)));
         }
         table.row({fmt::format("{}", plan.tokens), plan.candidates.empty() ? "none" : name(plan.tail),
                    plan.candidates.empty() ? "" : us_text(plan.expected_us), fmt::format("{}", fmt::join(others, ", "))});
@@ -68,10 +76,13 @@ Json to_json(const Problem& problem, const Result& result) {
         Json row = {{"tokens", plan.tokens},
                     {"tail", runs ? Json(name(plan.tail)) : Json()},
                     {"expected_us", runs ? Json(plan.expected_us) : Json()},
+                    {"source", plan.source},
+                    {"from_table", plan.from_table},
                     {"candidates", Json::array()},
                     {"refused", Json::array()}};
         for (const Candidate& each : plan.candidates)
-            row["candidates"].push_back({{"tail", name(each.tail)}, {"expected_us", each.expected_us}});
+            row["candidates"].push_back(
+                {{"tail", name(each.tail)}, {"expected_us", each.expected_us}, {"measured", each.measured}});
         for (const Refusal& each : plan.refused)
             row["refused"].push_back({{"tail", name(each.tail)}, {"reason", each.reason}});
         json["rows"].push_back(row);

@@ -133,6 +133,7 @@ Options make_options(const Arguments& arguments, const Shape& shape, int world, 
     options.captured = arguments.captured;
     options.other_reducer_from_bytes = arguments.other_reducer_from_bytes.value_or(options.other_reducer_from_bytes);
     options.cpu_threads = arguments.threads;
+    options.tune_table = arguments.tune_table;
     for (const auto& [tail, most] : arguments.limits) options.tail_token_limit[static_cast<std::size_t>(tail)] = most;
 
     // The whole W_up costs `world` times the memory: only where it is asked for, or nothing could run without.

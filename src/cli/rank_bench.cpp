@@ -84,6 +84,13 @@ double relative_l2(const ConstMatrix& a, const ConstMatrix& b) {
 
 }  // namespace
 
+std::vector<std::int64_t> layers_that_fit(Problem& problem, int wanted) {
+    const double copies = problem.options.keep_whole_weights ? problem.world : 1;
+    const double layer_bytes = static_cast<double>(problem.shape.hidden * problem.shape.latent) * 2 * copies;
+    const int fitting = static_cast<int>(std::clamp(available_memory() * 0.6 / layer_bytes, 1.0, 1024.0));
+    return problem.weights.layers(problem.layer, std::min(wanted, fitting));
+}
+
 RankBench::RankBench(const Arguments& arguments, Problem& problem, const Bootstrap& bootstrap,
                      const std::vector<std::int64_t>& layers, Progress& progress)
     : arguments_(arguments),

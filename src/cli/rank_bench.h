@@ -19,6 +19,9 @@
 
 namespace latent_moe::cli {
 
+/// As many layers as are wanted and as fit beside everything else.
+std::vector<std::int64_t> layers_that_fit(Problem& problem, int wanted);
+
 class RankBench {
 public:
     /// Collective.
@@ -30,6 +33,9 @@ public:
     void warm_up(BenchResult& result);
     /// All that run so many tokens, side by side.
     void time(std::int64_t tokens, BenchResult& result);
+    const Context& context() const noexcept { return context_; }
+    const Capabilities& capabilities() const noexcept { return capabilities_; }
+
     /// The kernels of one pass of each tail, of all ranks' processes; of a pass after those that were timed.
     void trace(BenchResult& result, std::vector<KernelRun>& kernels);
 

@@ -44,6 +44,7 @@ public:
     int world() const noexcept override { return world_; }
     std::int64_t preferred_region_bytes() const noexcept override { return std::int64_t{1} << 20; }
     bool concurrent_channels() const noexcept override { return false; }
+    const char* description() const noexcept override { return "all-gather of bytes"; }
 
     void exchange(Channel, const ExchangeHeader& header, std::span<const Region> outgoing, Consume consume) override {
         if (broken_) throw Error(StatusCode::aborted, reason());

@@ -254,6 +254,7 @@ public:
     }
     std::int64_t preferred_region_bytes() const noexcept override { return std::int64_t{1} << 20; }
     bool concurrent_channels() const noexcept override { return group_->concurrent(); }
+    const char* description() const noexcept override { return "MPI"; }
     void abort(const std::string& reason) noexcept override { group_->abort(reason); }
 
 private:

@@ -150,6 +150,7 @@ public:
     }
     std::int64_t preferred_region_bytes() const noexcept override { return INT64_MAX; }
     bool concurrent_channels() const noexcept override { return true; }
+    const char* description() const noexcept override { return "threads of one process"; }
     void abort(const std::string& reason) noexcept override { group_->abort(rank_, reason); }
 
 private:

@@ -104,6 +104,8 @@ public:
     virtual std::int64_t preferred_region_bytes() const noexcept = 0;
     /// Whether the two channels may be used by two threads at once.
     virtual bool concurrent_channels() const noexcept = 0;
+    /// How data gets from rank to rank, for people and for tables of measured times.
+    virtual const char* description() const noexcept = 0;
     /// Any thread; local. Waiting and later calls throw `aborted`, here at once and on peers as soon as they can know.
     virtual void abort(const std::string& reason) noexcept = 0;
 

@@ -17,11 +17,14 @@
 #include "context/call_counters.h"
 #include "context/context_access.h"
 #include "context/self_check.h"
+#include "context/tune_tables.h"
 #include "core/agreement.h"
 #include "core/deferred.h"
 #include "core/log.h"
 #include "core/partition.h"
 #include "core/planner.h"
+#include "core/tune_table.h"
+#include "io/tune_file.h"
 #include "latent_moe/version.h"
 #include "tails/backend.h"
 #include "tails/schedule.h"
@@ -54,7 +57,7 @@ public:
     const std::unique_ptr<Backend> backend;
     const std::int64_t row_alignment;
     const bool host_memory;
-    const Planner planner;
+    Planner planner;
     SelfCheck self_check;
     CallCounters counters;
     std::vector<LayerEntry> layers;
@@ -260,6 +263,18 @@ void agreed_step(const Bootstrap& bootstrap, const Agreement& agreement, LocalSt
     }
 }
 
+/// Collective: rank 0 finds the table of measured times, and every rank plans by it.
+PlanSource agreed_plan_source(const Bootstrap& bootstrap, const Options& options, const TuneKey& here) {
+    PlanSource own;
+    agreed_step(bootstrap, Agreement("context creation"), [&] {
+        if (bootstrap.rank == 0) own = find_tune_table(options.tune_table, here);
+    });
+    const std::string text = text_of_rank_0(bootstrap, own.table ? io::tune_text({*own.table}) : std::string());
+    PlanSource agreed{.note = text_of_rank_0(bootstrap, own.note)};
+    if (!text.empty()) agreed.table = io::parse_tune_tables(text, agreed.note).front();
+    return agreed;
+}
+
 }  // namespace
 
 Context Context::create(const Shape& shape, const Bootstrap& given, const Options& options) {
@@ -294,6 +309,13 @@ Context Context::create(const Shape& shape, const Bootstrap& given, const Option
         state = std::make_shared<ContextState>(shape, bootstrap, options, *entry);
         state->number = number;
         require_served(options, state->backend->capabilities());
+    });
+    const Capabilities capabilities = state->backend->capabilities();
+    state->planner =
+        Planner(shape, bootstrap.world, options, capabilities,
+                agreed_plan_source(bootstrap, options,
+                                   tune_key(shape, bootstrap.world, options, capabilities.device, capabilities.links)));
+    agreed_step(bootstrap, Agreement("context creation"), [&] {
         if (options.tail && !state->planner.allowed(*options.tail, 0)) {
             throw Error(StatusCode::unsupported, fmt::format("tail {} cannot run: {}", name(*options.tail),
                                                              state->planner.refusal(*options.tail, 0)));

@@ -49,6 +49,10 @@ std::vector<std::string> gather(const Bootstrap& bootstrap, const std::string& m
 
 }  // namespace
 
+std::string text_of_rank_0(const Bootstrap& bootstrap, const std::string& own) {
+    return gather(bootstrap, bootstrap.rank == 0 ? own : std::string()).front();
+}
+
 void Agreement::confirm(const Bootstrap& bootstrap, const std::string& failure) const {
     Fields mine = {{"failure", failure}};
     mine.insert(mine.end(), fields_.begin(), fields_.end());

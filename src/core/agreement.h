@@ -26,4 +26,7 @@ private:
     std::vector<std::pair<std::string, std::string>> fields_;
 };
 
+/// Collective: rank 0's text, on every rank.
+std::string text_of_rank_0(const Bootstrap& bootstrap, const std::string& own);
+
 }  // namespace latent_moe

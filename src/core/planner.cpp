@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "core/cost_model.h"
@@ -21,11 +22,15 @@ constexpr bool splits_columns(Tail tail) noexcept {
 
 }  // namespace
 
-Planner::Planner(const Shape& shape, int world, const Options& options, Capabilities capabilities)
-    : shape_(shape), world_(world), options_(options), capabilities_(std::move(capabilities)) {
-    if (!options_.batch_invariant || options_.tail) return;
-    options_.tail = choice_for_all_tokens();
-    kept_to_one_ = true;
+Planner::Planner(const Shape& shape, int world, const Options& options, Capabilities capabilities, PlanSource source)
+    : shape_(shape), world_(world), options_(options), capabilities_(std::move(capabilities)), source_(std::move(source)) {
+    if (options_.batch_invariant && !options_.tail) {
+        options_.tail = choice_for_all_tokens();
+        kept_to_one_ = true;
+    }
+    if (!source_.table) return;
+    ranges_ = ranges(false);
+    ranges_in_halves_ = ranges(true);
 }
 
 /// Tails round differently, so a batch-invariant context keeps to one: the cheapest, for some tokens, of those that can run
@@ -33,10 +38,17 @@ Planner::Planner(const Shape& shape, int world, const Options& options, Capabili
 std::optional<Tail> Planner::choice_for_all_tokens() const noexcept {
     constexpr std::int64_t some_tokens = 64;
     std::optional<Tail> best;
+    double best_us = 0;
+    bool best_known = false;
     for (int index = 0; index < tail_count; ++index) {
         const Tail tail = tail_at(index);
         if (!allowed(tail, 1) || !allowed(tail, options_.max_tokens)) continue;
-        if (!best || cost_us(tail, some_tokens) < cost_us(*best, some_tokens)) best = tail;
+        const bool known = measured(tail, some_tokens);
+        const double us = known ? *source_.table->us(tail, some_tokens) : model_us(tail, some_tokens);
+        if (best && (known != best_known ? best_known : us >= best_us)) continue;  // measured ones first
+        best = tail;
+        best_us = us;
+        best_known = known;
     }
     return best;
 }
@@ -115,18 +127,18 @@ std::string Planner::refusal(Tail tail, std::int64_t tokens) const {
     return "unknown";
 }
 
-double Planner::cost_us(Tail tail, std::int64_t tokens) const {
+double Planner::model_us(Tail tail, std::int64_t tokens) const noexcept {
     return expected_us(work_of(tail, shape_, world_, tokens, options_.shared, capabilities_.weight_element_bytes),
                        capabilities_.machine);
 }
 
-std::optional<Tail> Planner::choose(std::int64_t tokens, bool in_halves) const noexcept {
+std::optional<Tail> Planner::cheapest_of_model(std::int64_t tokens, bool in_halves) const noexcept {
     std::optional<Tail> best;
     double best_us = 0;
     for (int index = 0; index < tail_count; ++index) {
         const Tail tail = tail_at(index);
         if (!allowed(tail, tokens) || (in_halves && !has_halves(tail))) continue;
-        const double us = cost_us(tail, tokens);
+        const double us = model_us(tail, tokens);
         if (!best || us < best_us) {
             best = tail;
             best_us = us;
@@ -135,19 +147,97 @@ std::optional<Tail> Planner::choose(std::int64_t tokens, bool in_halves) const n
     return best;
 }
 
+/// Whether the table knows a tail that may run.
+bool Planner::measured(Tail tail, std::int64_t tokens) const noexcept {
+    return source_.table && source_.table->has(tail) && allowed(tail, tokens);
+}
+
+/// Between two neighbours of these every gate stands as it is and every tail's time is a straight line.
+std::vector<std::int64_t> Planner::stops() const {
+    std::vector<std::int64_t> all = source_.table->tokens();
+    const auto add_gate = [&](std::int64_t most) {
+        if (most < 0 || most >= max_tokens_limit) return;
+        all.push_back(most);
+        all.push_back(most + 1);
+    };
+    all.push_back(0);
+    add_gate(options_.capacity_tokens);
+    add_gate(options_.max_tokens);
+    if (capabilities_.one_stage_bytes < INT64_MAX) add_gate(capabilities_.one_stage_bytes / latent_bytes(1));
+    if (options_.other_reducer_from_bytes < INT64_MAX) add_gate((options_.other_reducer_from_bytes - 1) / summand_bytes(1));
+    for (const std::int64_t most : options_.tail_token_limit) add_gate(most);
+    std::sort(all.begin(), all.end());
+    all.erase(std::unique(all.begin(), all.end()), all.end());
+    return all;
+}
+
+/// Walks the stops: the tail of the last one stays unless another is clearly faster, and then gives way where the lines of
+/// the two cross.
+std::vector<Planner::Range> Planner::ranges(bool in_halves) const {
+    const TuneTable& table = *source_.table;
+    const auto us = [&](Tail tail, std::int64_t tokens) { return *table.us(tail, tokens); };
+    const auto may = [&](Tail tail, std::int64_t tokens) {
+        return measured(tail, tokens) && (!in_halves || has_halves(tail));
+    };
+    std::vector<Range> found;
+    std::int64_t last_stop = -1;
+    for (const std::int64_t stop : stops()) {
+        std::optional<Tail> choice;
+        for (int index = 0; index < tail_count; ++index) {
+            const Tail tail = tail_at(index);
+            if (may(tail, stop) && (!choice || us(tail, stop) < us(*choice, stop))) choice = tail;
+        }
+        const std::optional<Tail> holder = found.empty() ? std::nullopt : found.back().tail;
+        const bool holder_can = holder && may(*holder, stop);
+        if (holder_can && us(*holder, stop) <= us(*choice, stop) * (1 + tune_hysteresis)) choice = holder;
+        if (found.empty() || choice != holder) {
+            std::int64_t from = stop;
+            while (holder_can && from - 1 > last_stop && us(*choice, from - 1) <= us(*holder, from - 1)) --from;
+            found.push_back({found.empty() ? 0 : from, choice});
+        }
+        last_stop = stop;
+    }
+    return found;
+}
+
+std::optional<Tail> Planner::chosen_by_table(std::int64_t tokens, bool in_halves) const noexcept {
+    const std::vector<Range>& ranges = in_halves ? ranges_in_halves_ : ranges_;
+    const auto behind = std::upper_bound(ranges.begin(), ranges.end(), tokens,
+                                         [](std::int64_t wanted, const Range& range) { return wanted < range.from; });
+    return behind == ranges.begin() ? std::nullopt : std::prev(behind)->tail;
+}
+
+std::optional<Tail> Planner::choose(std::int64_t tokens, bool in_halves) const noexcept {
+    const std::optional<Tail> tail = chosen_by_table(tokens, in_halves);
+    return tail ? tail : cheapest_of_model(tokens, in_halves);
+}
+
 Plan Planner::plan(std::int64_t tokens) const {
-    Plan plan{.tokens = tokens,
-              .source = fmt::format("cost model with the constants of {}", capabilities_.machine.description)};
+    Plan plan{.tokens = tokens};
     for (int index = 0; index < tail_count; ++index) {
         const Tail tail = tail_at(index);
-        if (allowed(tail, tokens)) {
-            plan.candidates.push_back({tail, cost_us(tail, tokens)});
-        } else {
+        if (!allowed(tail, tokens)) {
             plan.refused.push_back({tail, refusal(tail, tokens)});
+        } else if (measured(tail, tokens)) {
+            plan.candidates.push_back({.tail = tail, .expected_us = *source_.table->us(tail, tokens), .measured = true});
+        } else {
+            plan.candidates.push_back({.tail = tail, .expected_us = model_us(tail, tokens)});
         }
     }
-    std::stable_sort(plan.candidates.begin(), plan.candidates.end(),
-                     [](const Candidate& left, const Candidate& right) { return left.expected_us < right.expected_us; });
+    const std::optional<Tail> chosen = choose(tokens);
+    std::stable_sort(plan.candidates.begin(), plan.candidates.end(), [&](const Candidate& left, const Candidate& right) {
+        if ((left.tail == chosen) != (right.tail == chosen)) return left.tail == chosen;
+        if (left.measured != right.measured) return left.measured;
+        return left.expected_us < right.expected_us;
+    });
+    plan.from_table = chosen_by_table(tokens, false).has_value();
+    if (plan.from_table) {
+        plan.source = fmt::format("table {}", source_.note);
+    } else {
+        plan.source = fmt::format("cost model with the constants of {}", capabilities_.machine.description);
+        if (source_.table) plan.source += fmt::format(" (table {} has no tail that may run)", source_.note);
+        if (!source_.table && !source_.note.empty()) plan.source += fmt::format(" ({})", source_.note);
+    }
     if (!plan.candidates.empty()) {
         plan.tail = plan.candidates.front().tail;
         plan.expected_us = plan.candidates.front().expected_us;

@@ -18,6 +18,7 @@
 #include "core/partition.h"
 #include "core/wait_meter.h"
 #include "cpu/collectives.h"
+#include "cpu/cpu_model.h"
 #include "cpu/packed_weights.h"
 #include "cpu/product.h"
 #include "cpu/row_math.h"
@@ -156,6 +157,8 @@ public:
     Capabilities capabilities() const override {
         return {
             .machine = machine_of(workers_.count(), native_bf16_),
+            .device = fmt::format("{}, {} thread{} a rank", cpu_model(), workers_.count(), workers_.count() == 1 ? "" : "s"),
+            .links = world_ == 1 ? "none" : transport_->description(),
             .weight_element_bytes = options_.float8_weights ? 1.0 : 2.0,
             .concurrent_lanes = transport_->concurrent_channels(),
             .concurrent_lanes_reason = "these ranks cannot run two collectives at once (MPI needs MPI_THREAD_SERIALIZED)",

@@ -92,7 +92,12 @@ public:
     const std::string& name() const noexcept override { return name_; }
 
     Capabilities capabilities() const override {
-        return {.machine = vendor::cost_constants(topology_.device, topology_.sharing, world()),
+        const Machine machine = vendor::cost_constants(topology_.device, topology_.sharing, world());
+        return {.machine = machine,
+                .device = machine.description,
+                .links = world() == 1   ? "none"
+                         : has_window() ? "peer memory"
+                                        : "NCCL",
                 .weight_element_bytes = static_cast<double>(bytes_of(shape_.activations)),
                 .concurrent_lanes = world() == 1 || has_window(),
                 .concurrent_lanes_reason = fmt::format("two collectives at once need a peer window: {}", window_missing_),

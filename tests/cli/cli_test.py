@@ -154,7 +154,6 @@ class Usage(Case):
         self.refuse(2, ["one rank"], "bench", *SMALL, "--tp", 1, "--tail", "column_parallel")
 
     def test_what_the_machine_cannot_do(self):
-        self.refuse(3, ["not built yet"], "tune")
         self.refuse(3, ["GB"], "run", "--hidden", 1048576, "--latent", 1048576)
         self.refuse(2, ["--input-state", "cpu"], "bench", *SMALL, "--backend", "cpu", "--input-state", "all")
         self.refuse(3, ["--trace", "cpu"], "bench", *SMALL, "--backend", "cpu", "--trace", self.path("trace.json"))
@@ -441,6 +440,44 @@ class Results(Case):
         reasons = {each["tail"]: each["reason"] for each in explain["rows"][1]["refused"]}
         self.assertIn("limit", reasons["column_parallel"])
         self.assertIn("norm", reasons["late_reduce"])
+
+    def test_tune(self):
+        how = [*SMALL, "--tp", 2, "--threads", 1]
+        tuned = self.result("tune", *how, "--tokens", "8,1,64", "--layers", 2, "--repeats", 3, "--out", self.path("table.json"))
+        (table,) = tuned["tables"]
+        self.assertEqual([point["tokens"] for point in table["points"]], [1, 8, 64])
+        self.assertEqual(set(table["points"][0]["us"]), set(TAILS[:4]))
+        self.assertEqual(tuned["crossovers"][0]["from_tokens"], 0)
+        (saved,) = json.loads(Path(self.path("table.json")).read_text())["tables"]
+        self.assertEqual(saved, table)
+
+        plan = self.result("explain", *how, "--tokens", "1,3,8,30,64", "--keep-whole-weights", "--table", self.path("table.json"))
+        chosen = {row["tokens"]: row["tail"] for row in plan["rows"]}
+        self.assertTrue(all(row["from_table"] and row["source"].startswith("table ") for row in plan["rows"]))
+        for between, left, right in ((3, 1, 8), (30, 8, 64)):  # what was not measured goes by a neighbour
+            self.assertIn(chosen[between], (chosen[left], chosen[right]))
+        limited = self.result("explain", *how, "--tokens", 1, "--keep-whole-weights", "--table", self.path("table.json"),
+                              "--limit", f"{chosen[1]}=0")["rows"][0]
+        self.assertNotEqual(limited["tail"], chosen[1])
+
+        other = self.result("explain", *SMALL, "--tp", 4, "--threads", 1, "--tokens", 1, "--table", self.path("table.json"))["rows"][0]
+        self.assertFalse(other["from_table"])
+        self.assertIn("is not used: its tp is 2, here it is 4", other["source"])
+        self.result("tune", *SMALL, "--tp", 4, "--threads", 1, "--tokens", 1, "--layers", 1, "--repeats", 1, "--out", self.path("table.json"))
+        self.result("tune", *how, "--tokens", 1, "--layers", 1, "--repeats", 1, "--out", self.path("table.json"))
+        tables = json.loads(Path(self.path("table.json")).read_text())["tables"]
+        self.assertEqual([(each["tp"], len(each["points"])) for each in tables], [(2, 1), (4, 1)])
+
+    def test_tune_in_bounded_time(self):
+        tuned = self.result("tune", *SMALL, "--tokens", "1,2,4", "--layers", 1, "--repeats", 1, "--threads", 1, "--budget-s", 0)
+        self.assertEqual([point["tokens"] for point in tuned["tables"][0]["points"]], [1])
+        self.assertEqual(tuned["stopped_before_tokens"], 2)
+
+    def test_broken_tables(self):
+        Path(self.path("broken.json")).write_text('{"schema": "latent-moe/tune/1", "tables": [{"tp": 2}]}')
+        self.refuse(2, ["broken.json: table 0: has no version"], "explain", *SMALL, "--table", self.path("broken.json"))
+        self.refuse(2, ["broken.json: table 0: has no version"], "tune", *SMALL, "--tokens", 1, "--out", self.path("broken.json"))
+        self.refuse(2, ["nowhere.json"], "run", *SMALL, "--table", self.path("nowhere.json"))
 
     def test_operations(self):
         for operation in ("all-reduce-rms-norm", "accumulate-projection"):
