@@ -80,9 +80,10 @@ Json to_json(const Problem& problem, const Result& result) {
                     {"from_table", plan.from_table},
                     {"candidates", Json::array()},
                     {"refused", Json::array()}};
-        for (const Candidate& each : plan.candidates)
+        for (const Candidate& each : plan.candidates) {
             row["candidates"].push_back(
                 {{"tail", name(each.tail)}, {"expected_us", each.expected_us}, {"measured", each.measured}});
+        }
         for (const Refusal& each : plan.refused)
             row["refused"].push_back({{"tail", name(each.tail)}, {"reason", each.reason}});
         json["rows"].push_back(row);

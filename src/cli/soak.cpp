@@ -355,9 +355,10 @@ Json to_json(const Arguments& arguments, const Result& result, const std::option
                  {"seconds", result.seconds},        {"by_tail", result.by_tail},
                  {"failures", Json::array()}};
     for (const auto& [world, sets] : result.sets_by_world) json["sets_by_world"][fmt::format("{}", world)] = sets;
-    for (const Failure& failure : result.failures)
+    for (const Failure& failure : result.failures) {
         json["failures"].push_back(
             {{"call", failure.call}, {"what", failure.what}, {"replay", replay_command(arguments, failure)}});
+    }
     if (!result.holdings.empty()) {
         const auto describe = [](const Holdings& each) {
             return Json{{"resident_bytes", each.resident}, {"files", each.files}, {"threads", each.threads}};

@@ -27,6 +27,7 @@ public:
     int world() const noexcept override { return inner_->world(); }
     std::int64_t preferred_region_bytes() const noexcept override { return inner_->preferred_region_bytes(); }
     bool concurrent_channels() const noexcept override { return inner_->concurrent_channels(); }
+    const char* description() const noexcept override { return inner_->description(); }
     void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
 
     void exchange(Channel channel, const ExchangeHeader& header, std::span<const Region> outgoing,
