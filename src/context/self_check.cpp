@@ -26,9 +26,10 @@ constexpr std::size_t verdict_bytes = 512;
 std::uint64_t checksum_of(const HostLayer& layer, const Shape& shape) {
     const std::uint64_t rows = digest_of(layer.rows);
     std::uint64_t rest = 0;
-    if (layer.row_scales != nullptr)
+    if (layer.row_scales != nullptr) {
         rest += digest_of(
             {reinterpret_cast<const std::byte*>(layer.row_scales), 1, layer.rows.rows, layer.rows.rows, Dtype::f32});
+    }
     if (layer.gamma != nullptr)
         rest ^= digest_of({static_cast<const std::byte*>(layer.gamma), 1, shape.latent, shape.latent, shape.activations});
     return rows * 31 + rest;
@@ -268,9 +269,10 @@ std::string SelfCheck::save(const TailCall& call, const CallIdentity& identity, 
         // What `latent-moe run --inputs` takes, and what came out beside it.
         std::vector<MismatchTensor> inputs;
         const auto add = [&](const std::string& kind, const std::vector<Kept>& of_ranks) {
-            for (std::size_t rank = 0; rank < of_ranks.size(); ++rank)
+            for (std::size_t rank = 0; rank < of_ranks.size(); ++rank) {
                 inputs.push_back(
                     {fmt::format("{}.{}", kind, rank), matrix_of(of_ranks[rank].bytes, of_ranks[rank].columns, dtype)});
+            }
         };
         add("routed", gathered.routed);
         add("shared", gathered.shared);
