@@ -1,5 +1,6 @@
-// A call's host side by the name of its tail, in the domain `latent_moe` of a profiler's timeline (NVTX, whose headers come with
-// the CUDA toolkit; without them, and without a profiler, this does nothing). The kernels that it enqueues are found below it.
+// A call's host side by the name of its tail, in the domain `latent_moe` of a profiler's timeline (NVTX, whose headers come
+// with the CUDA toolkit; without them, and without a profiler, this does nothing). The kernels that it enqueues are found
+// below it.
 #pragma once
 
 #if __has_include(<nvtx3/nvToolsExt.h>) && !defined(LATENT_MOE_HIP)
@@ -20,7 +21,9 @@ public:
         event.message.ascii = name;
         nvtxDomainRangePushEx(domain(), &event);
     }
-    ~TraceRange() { nvtxDomainRangePop(domain()); }
+    ~TraceRange() {
+        nvtxDomainRangePop(domain());
+    }
 #else
     explicit TraceRange(const char*) noexcept {}
     ~TraceRange() = default;

@@ -354,7 +354,7 @@ TEST(CAbiStructs, NeedTheirSize) {
 
 int gather_of_one_rank(void* user, const void* send, void* received, size_t bytes) {
     ++*static_cast<int*>(user);
-    std::memcpy(received, send, bytes);
+    if (bytes > 0) std::memcpy(received, send, bytes);
     return 0;
 }
 

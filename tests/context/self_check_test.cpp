@@ -3,6 +3,7 @@
 // Faults come in through the transport, which the test supplies: it changes what a rank receives, and, since threads read
 // one another's memory in place, it sees where packed weights lie while they are gathered. The library itself has no hooks.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -80,7 +81,7 @@ protected:
         return files;
     }
 
-    const std::string folder_ = testing::TempDir() + "latent-moe-self-check";
+    const std::string folder_ = testing::TempDir() + "latent-moe-self-check-" + std::to_string(::getpid());
 };
 
 Context sealed(const Problem& problem, const Bootstrap& bootstrap, const Options& options, bool from_shards = false) {

@@ -296,7 +296,8 @@ std::string fault_of(const Expected& expected, const std::optional<Report>& repo
                             std::find(expected.codes.begin(), expected.codes.end(), report->code) != expected.codes.end();
     if (!right_code) return fmt::format("the code is {}: {}", name(report->code), report->message);
     for (const std::string& word : expected.words) {
-        if (!std::regex_search(report->message, std::regex(word))) return fmt::format("'{}' lacks '{}'", report->message, word);
+        if (!std::regex_search(report->message, std::regex(word)))
+            return fmt::format("'{}' lacks '{}'", report->message, word);
     }
     return "";
 }
