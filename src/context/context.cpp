@@ -468,7 +468,6 @@ TailCall call_into(const ContextState& state, const PackedLayer& layer, std::int
                   .prefix = {},
                   .out = matrix("out", out, out_rows, state.shape.hidden, state.shape.activations),
                   .shared_state = state.options.shared,
-                  .consume_shared = false,
                   .stop_before_gather = own_rows_only && state.bootstrap.world > 1,
                   .layer = layer};
     require_alignment("out", call.out, state.row_alignment);
@@ -501,7 +500,6 @@ std::optional<DeferredMatrix> checked_deferred(const ContextState& state, const 
 TailCall checked_call(const ContextState& state, const PackedLayer& layer, const TailInput& input, const Rows& out) {
     const Shape& shape = state.shape;
     TailCall call = call_into(state, layer, input.tokens, out);
-    call.consume_shared = input.consume_shared;
     call.starts_early = input.starts_early;
     call.releases_early = input.releases_early;
     if (input.deferred == nullptr)

@@ -25,7 +25,6 @@ struct TailCall {
     ConstMatrix prefix;  ///< absent, or added last
     Matrix out;
     SharedState shared_state;
-    bool consume_shared;
     bool stop_before_gather;
     const PackedLayer& layer;
     bool shared_in_out = false;   ///< the second half of a call: `out` holds the reduced shared rows (or columns) already

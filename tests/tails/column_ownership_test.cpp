@@ -130,7 +130,6 @@ TEST(ColumnParallel, WritesItsOwnColumnsAndNoOther) {
                                             .prefix = {},
                                             .out = out.matrix(),
                                             .shared_state = SharedState::partial,
-                                            .consume_shared = false,
                                             .stop_before_gather = false,
                                             .layer = *layer});
             watching.end_call(out.matrix());
