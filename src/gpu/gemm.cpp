@@ -169,8 +169,9 @@ void Gemm::prepare(std::int64_t n, std::int64_t least, std::int64_t most, Dtype 
     }
 }
 
-// One algorithm may mean several kernels, an odd product's among them. A kernel that is first wanted while a peer waits for
-// this rank would be loaded then, and where everything is loaded eagerly that waits for the peer's device: for ever.
+// One algorithm may mean several kernels: an odd product's among them, and one for an addend that is not the output (seen
+// with cuBLASLt 13.0). A kernel that is first wanted while a peer waits for this rank would be loaded then, and loading
+// waits for the device where the modules are loaded eagerly or the ranks share it: for ever.
 void Gemm::load(const Choice& choice, std::int64_t most) {
     const auto bytes = [&](std::int64_t rows, std::int64_t columns, Dtype dtype) {
         return static_cast<std::size_t>(rows * columns) * bytes_of(dtype);
@@ -178,23 +179,28 @@ void Gemm::load(const Choice& choice, std::int64_t most) {
     const DeviceMemory x(bytes(most, k_, choice.in), "loading of products");
     const DeviceMemory w(bytes(choice.n, k_, choice.in), "loading of products");
     const DeviceMemory d(bytes(most, choice.n, choice.out), "loading of products");
+    const DeviceMemory other(choice.accumulate ? d.bytes() : 0, "loading of products");
     const Stream stream = make_stream();
     const std::int64_t bottom = bucket_bottom(choice.bucket);
+    std::vector<const std::byte*> addends{nullptr};
+    if (choice.accumulate) addends = {d.get(), other.get()};
     for (const std::int64_t m : {bottom, bottom + 1, bottom + 3, bottom + 7, most}) {
         if (m < bottom || m > most) continue;
-        run({.x = x.get(),
-             .x_stride = k_,
-             .w = w.get(),
-             .c = choice.accumulate ? d.get() : nullptr,
-             .c_stride = choice.n,
-             .d = d.get(),
-             .d_stride = choice.n,
-             .m = m,
-             .n = choice.n,
-             .in = choice.in,
-             .out = choice.out,
-             .alpha = 1.0F},
-            stream.get());
+        for (const std::byte* const addend : addends) {
+            run({.x = x.get(),
+                 .x_stride = k_,
+                 .w = w.get(),
+                 .c = addend,
+                 .c_stride = choice.n,
+                 .d = d.get(),
+                 .d_stride = choice.n,
+                 .m = m,
+                 .n = choice.n,
+                 .in = choice.in,
+                 .out = choice.out,
+                 .alpha = 1.0F},
+                stream.get());
+        }
     }
     check(cudaStreamSynchronize(stream.get()), "loading of products");
 }

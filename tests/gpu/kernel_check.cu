@@ -266,6 +266,8 @@ struct Group {
         }
         return text;
     }
+    /// Only where a GPU has one rank: early CTAs of one could keep out those that another waits for.
+    bool may_start_early() const { return loopback || world <= devices; }
     /// CTAs of one rank, so that the spinning grids of all ranks on a GPU are resident together.
     int max_ctas() const {
         return loopback || world <= devices ? 132 : std::max(4, 128 / ((world + devices - 1) / devices));
@@ -453,7 +455,7 @@ void check_exchange(int world, Dtype dtype, std::int64_t width, bool loopback) {
         CUDA(cudaStreamBeginCapture(g.stream[r], cudaStreamCaptureModeThreadLocal));
         for (const Step& s : steps) {
             if (std::rand() % 3 == 0) busy<<<1, 1, 0, g.stream[r]>>>(std::rand() % 20'000);
-            CUDA(call(g, r, s.op, t[r], s.tokens, s.prefix, s.row % 2 == 0, 3, s.row));
+            CUDA(call(g, r, s.op, t[r], s.tokens, s.prefix, g.may_start_early() && s.row % 2 == 0, 3, s.row));
         }
         cudaGraph_t captured;
         CUDA(cudaStreamEndCapture(g.stream[r], &captured));

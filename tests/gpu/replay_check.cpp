@@ -186,6 +186,7 @@ private:
     struct Size {
         std::int64_t tokens;
         Graph graph;
+        DeviceMemory first;  ///< of the graph, before any eager call
         std::vector<DeviceMemory> expected;
     };
 
@@ -235,28 +236,30 @@ private:
             const Plan plan = context_.plan(tokens);
             const auto runs_tail = [&](const Candidate& each) { return each.tail == tail; };
             if (std::none_of(plan.candidates.begin(), plan.candidates.end(), runs_tail)) continue;
+            // Memory comes and goes only while no rank waits for another: freeing waits for the GPU, which ranks may share.
             meet(boot_);
-            Size size{tokens, Graph(stream_.get(), [&] { call(tail, tokens); }), {}};
+            const std::size_t most_bytes = bytes(out_bytes(tokens) / 2);
+            Size size{
+                tokens, Graph(stream_.get(), [&] { call(tail, tokens); }), DeviceMemory(most_bytes, "first result"), {}};
+            for (int set = 0; set < input_sets; ++set) size.expected.emplace_back(most_bytes, "expected");
             meet(boot_);
-            // The graph before any eager call, its result kept for the comparison.
-            const DeviceMemory first(bytes(out_bytes(tokens) / 2), "first result");
             take_inputs(0, tokens);
             size.graph.launch(stream_.get());
-            check(cudaMemcpyAsync(first.get(), out_.get(), static_cast<std::size_t>(out_bytes(tokens)),
+            check(cudaMemcpyAsync(size.first.get(), out_.get(), static_cast<std::size_t>(out_bytes(tokens)),
                                   cudaMemcpyDeviceToDevice, stream_.get()),
                   "first result");
             for (int set = 0; set < input_sets; ++set) {
                 take_inputs(set, tokens);
                 call(tail, tokens);
-                size.expected.emplace_back(bytes(out_bytes(tokens) / 2), "expected");
-                check(cudaMemcpyAsync(size.expected.back().get(), out_.get(), static_cast<std::size_t>(out_bytes(tokens)),
+                const DeviceMemory& expected = size.expected[static_cast<std::size_t>(set)];
+                check(cudaMemcpyAsync(expected.get(), out_.get(), static_cast<std::size_t>(out_bytes(tokens)),
                                       cudaMemcpyDeviceToDevice, stream_.get()),
                       "expected");
-                const std::uint64_t hash = hash_of(size.expected.back(), out_bytes(tokens));
+                const std::uint64_t hash = hash_of(expected, out_bytes(tokens));
                 outcome.ranks_identical &= same_everywhere(boot_, hash);
             }
             const auto same = [&] {
-                return hash_of(first, out_bytes(tokens)) == hash_of(size.expected[0], out_bytes(tokens));
+                return hash_of(size.first, out_bytes(tokens)) == hash_of(size.expected[0], out_bytes(tokens));
             };
             outcome.first_graph_right &= same();
             sizes.push_back(std::move(size));
@@ -389,6 +392,7 @@ Wish wish_of(int argc, char** argv) {
 
 int main(int argc, char** argv) {
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // streams of ranks that share a GPU must not queue behind each other
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);       // this program's own kernels: loading one waits for ranks that wait
     int count = 0;
     if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess) {
         fmt::print(stderr, "replay_check: no GPU here: {}\n", cudaGetErrorString(error));
