@@ -7,7 +7,8 @@
 //
 // Modes: shapes variants extremes faults loopback; stress stress128 stress8 stress3 million hundred-thousand; bench quick
 // quick-no-norm stages.
-// Options: replays=N layers=N early=N late=N prefetch=N digest=0|1 shape=H,L,R tokens=M,M,… plan=rows,split,clusters.
+// Options: alone (times of one rank that talks to itself) replays=N layers=N early=N late=N ring=N prefetch=N digest=0|1
+// shape=H,L,R tokens=M,M,… plan=rows,split,clusters.
 //
 // How: each row of the output depends on its own row of inputs alone, and its bits on the plan. So a pool of input rows is
 // run once through every plan and compared with float64 (`golden`); from then on calls of any mix of rows are compared with
@@ -219,7 +220,7 @@ __global__ void __launch_bounds__(128) bench_producer(const uint4* from_p, const
 int devices = 0;
 
 struct Knobs {
-    int early = -1, late = -1, prefetch = -1, pace = -1, digest = -1, rows = 0, split = 0, clusters = 0;
+    int early = -1, late = -1, ring = -1, prefetch = -1, pace = -1, digest = -1, rows = 0, split = 0, clusters = 0;
 } knobs;
 
 template <class T>
@@ -234,7 +235,7 @@ constexpr int pool = 128;  ///< rows of inputs
 struct Rank {
     int device;
     cudaStream_t stream;
-    char* window;
+    char *window, *workspace;
     FaultRecord* record;
     bf16 *pool_routed, *pool_shared, *pool_prefix, *gamma;
     bf16 *routed, *shared, *prefix;            // of the current call
@@ -267,6 +268,7 @@ struct Problem {
             CUDA(cudaSetDevice(k.device));
             CUDA(cudaStreamCreateWithFlags(&k.stream, cudaStreamNonBlocking));
             k.window = allocate<char>(control_bytes + fused_tail_region_bytes(shape));
+            k.workspace = allocate<char>(fused_tail_workspace_bytes(shape));
             CUDA(cudaHostAlloc(reinterpret_cast<void**>(&k.record), sizeof(FaultRecord),
                                cudaHostAllocMapped | cudaHostAllocPortable));
             k.pool_routed = random(pool * latent, 11 + r, 1, 0), k.pool_shared = random(pool * hidden, 211 + r, 1, 0);
@@ -290,7 +292,7 @@ struct Problem {
         each([&](int r) {
             Rank& k = ranks[r];
             CUDA(cudaStreamSynchronize(k.stream));
-            for (void* p : {static_cast<void*>(k.window), static_cast<void*>(k.pool_routed),
+            for (void* p : {static_cast<void*>(k.window), static_cast<void*>(k.workspace), static_cast<void*>(k.pool_routed),
                             static_cast<void*>(k.pool_shared), static_cast<void*>(k.pool_prefix),
                             static_cast<void*>(k.gamma), static_cast<void*>(k.routed), static_cast<void*>(k.shared),
                             static_cast<void*>(k.prefix), static_cast<void*>(k.step), static_cast<void*>(k.wrong)})
@@ -347,6 +349,7 @@ struct Problem {
             }
             if (knobs.early > 0) p.in_flight_early = knobs.early;
             if (knobs.late > 0) p.in_flight_late = knobs.late;
+            if (knobs.ring > 0) p.token_ring = knobs.ring;
             if (knobs.prefetch >= 0) p.prefetch_blocks = knobs.prefetch;
             if (knobs.pace >= 0) p.prefetch_clocks = knobs.pace;
             if (knobs.digest >= 0) p.digest = knobs.digest != 0;
@@ -367,6 +370,7 @@ struct Problem {
         CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&op.exchange.record), k.record, 0));
         op.region_offset = control_bytes;
         op.shape = shape, op.plan = plan(tokens);
+        op.workspace = k.workspace;
         op.routed = k.routed, op.shared = k.shared, op.out = k.out[layer];
         op.packed = k.packed[layer], op.rms_norm = norm, op.gamma = k.gamma;
         op.tokens = tokens;
@@ -857,9 +861,10 @@ double timed(Problem& p, bool tail, int tokens, const Producer* producer, bool d
 }
 
 int bench_layers = 12;  ///< with distinct weights; more than fit in L2 together
+bool alone = false;     ///< one rank that talks to itself: all but the link, where there is one GPU
 
 void bench(std::int64_t hidden, std::int64_t latent, int world, bool norm, const std::vector<int>& sizes, bool brief) {
-    Problem p(hidden, latent, world, norm, bench_layers);
+    Problem p(hidden, latent, world, norm, bench_layers, alone);
     p.each([&](int r) {  // inputs as they come from an engine: not zeros
         CUDA(cudaMemcpy(p.ranks[r].routed, p.ranks[r].pool_routed, pool * latent * 2, cudaMemcpyDefault));
         CUDA(cudaMemcpy(p.ranks[r].shared, p.ranks[r].pool_shared, pool * hidden * 2, cudaMemcpyDefault));
@@ -893,7 +898,7 @@ void bench(std::int64_t hidden, std::int64_t latent, int world, bool norm, const
 }
 
 void stages(int tokens) {
-    Problem p(7168, 3584, 2, true, 12);
+    Problem p(7168, 3584, 2, true, 12, alone);
     const std::size_t words = std::size_t{256} * fused::stamps_per_cta * p.layers;
     p.each([&](int r) { p.ranks[r].stamps = allocate<long long>(words); });
     auto exec = capture(p, true, tokens, nullptr, 1, true);
@@ -906,17 +911,20 @@ void stages(int tokens) {
     p.each([&](int r) {
         std::vector<long long> all(words);
         CUDA(cudaMemcpy(all.data(), p.ranks[r].stamps, words * 8, cudaMemcpyDefault));
-        std::printf("stages M=%d rank %d, us from a CTA's start, mean / latest:", tokens, r);
+        std::printf("stages M=%d rank %d, us from the predecessor's end, mean / latest CTA:", tokens, r);
         for (int s = 1; s < fused::stage_count; ++s) {
-            double mean = 0, most = 0;
+            double mean = 0, latest = 0;
             for (int l = 2; l < p.layers; ++l) {
+                double most = -1e9;
                 for (int b = 0; b < grid; ++b) {
                     const long long* t = &all[(std::size_t{256} * l + b) * fused::stamps_per_cta];
-                    const double us = static_cast<double>(t[s] - t[0]) / 1980;
+                    const int from = s == fused::predecessor_over ? 0 : static_cast<int>(fused::predecessor_over);
+                    const double us = static_cast<double>(t[s] - t[from]) / 1980;
                     mean += us / grid / (p.layers - 2), most = std::max(most, us);
                 }
+                latest += most / (p.layers - 2);
             }
-            std::printf(" %s %.2f/%.2f", names[s], mean, most);
+            std::printf(" %s %.2f/%.2f", names[s], mean, latest);
         }
         std::printf("\n");
         cudaFree(p.ranks[r].stamps);
@@ -928,6 +936,8 @@ void stages(int tokens) {
 
 int main(int argc, char** argv) {
     std::setvbuf(stdout, nullptr, _IONBF, 0);
+    setenv("CUDA_MODULE_LOADING", "EAGER", 1);       // loading a kernel beside one that waits may wait for it
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);  // a queue a rank, or ranks that share a GPU wait for one another
     const double began = seconds();
     CUDA(cudaGetDeviceCount(&devices));
     devices = std::min(devices, 2);
@@ -948,7 +958,8 @@ int main(int argc, char** argv) {
         };
         number("replays=", replays), number("layers=", bench_layers), number("early=", knobs.early),
             number("late=", knobs.late);
-        number("prefetch=", knobs.prefetch), number("pace=", knobs.pace), number("digest=", knobs.digest);
+        number("ring=", knobs.ring), number("prefetch=", knobs.prefetch), number("pace=", knobs.pace),
+            number("digest=", knobs.digest);
         if (a.rfind("plan=", 0) == 0) std::sscanf(a.c_str(), "plan=%d,%d,%d", &knobs.rows, &knobs.split, &knobs.clusters);
         if (a.rfind("shape=", 0) == 0) std::sscanf(a.c_str(), "shape=%ld,%ld,%ld", &shape[0], &shape[1], &shape[2]);
         if (a.rfind("tokens=", 0) == 0) {
@@ -979,6 +990,7 @@ int main(int argc, char** argv) {
         if (a == "extremes") check_extremes(true), check_extremes(false);
         if (a == "faults") check_faults();
         if (a == "loopback") check_loopback();
+        if (a == "alone") alone = true;
         if (a == "stress") stress(7168, 3584, 2, 16, replays, 12);
         if (a == "million") stress(7168, 3584, 2, 128, 1 << 30, 12, 1'000'000);
         if (a == "hundred-thousand") stress(7168, 3584, 8, 16, 1 << 30, 4, 100'000);

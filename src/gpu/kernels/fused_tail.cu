@@ -28,6 +28,7 @@
 #include "gpu/kernels/fused_tail_mailboxes.cuh"
 #include "gpu/kernels/fused_tail_math.cuh"
 #include "gpu/kernels/fused_tail_params.cuh"
+#include "gpu/kernels/fused_tail_pool.cuh"
 #include "gpu/kernels/fused_tail_stamps.cuh"
 #include "gpu/kernels/fused_tail_weights.cuh"
 #include "gpu/primitives/launch.h"
@@ -59,6 +60,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__
         __syncwarp();
         arrive_threads_of(squares_ready, Tile::gather_threads + 32);
         keep_protocol(p, epoch, state.rows & 1, lane);
+        if (Tile::pooled && lane == 0) stream_tokens(cta, state);
     } else if (warp >= Tile::math_warps) {
         cluster::arrive_relaxed();
         Gather<Cta<Tile>>(cta, thread - Tile::math_threads).run();
@@ -100,13 +102,14 @@ struct Compiled {
     Kernel kernel;
     int threads, gather_threads, gather_at_once;
     int weight_bytes, token_bytes, parts_bytes, max_ring;
+    bool pooled;
 };
 
 template <int tokens, int rows, Known known = Known{}>
 constexpr Compiled compiled() {
     using T = Tile<tokens, rows, known>;
-    return {tokens,          rows,           known,          tail<T>,    T::threads, T::gather_threads, T::gather_at_once,
-            T::weight_bytes, T::token_bytes, T::parts_bytes, T::max_ring};
+    return {tokens,          rows,           known,          tail<T>,     T::threads, T::gather_threads, T::gather_at_once,
+            T::weight_bytes, T::token_bytes, T::parts_bytes, T::max_ring, T::pooled};
 }
 
 constexpr Known pairs_of_four{.split = 4, .world = 2, .turns = 1};
@@ -116,7 +119,9 @@ constexpr Compiled tiles[] = {
 #ifdef LATENT_MOE_FUSED_STAMPS
     compiled<8, 128, Known{4, 2, 1, true}>(),
     compiled<16, 128, Known{4, 2, 1, true}>(),
+    compiled<32, 128, Known{4, 2, 1, true}>(),
     compiled<64, 128, Known{4, 2, 1, true}>(),
+    compiled<128, 128, Known{4, 2, 1, true}>(),
 #endif
     compiled<8, 128, pairs_of_four>(),
     compiled<16, 128, pairs_of_four>(),
@@ -131,6 +136,8 @@ constexpr Compiled tiles[] = {
     compiled<32, 64>(),
     compiled<64, 64>(),
     compiled<128, 64>(),
+    compiled<128, 128>(),
+    compiled<128, 128, pairs_of_four>(),
 };
 
 const Compiled* find(const FusedTailShape& shape, const FusedTailPlan& plan, bool stamps = false) {
@@ -171,6 +178,18 @@ struct RegionLayout {
     }
 };
 
+/// The workspace: pooled latents of one kernel, their squares.
+struct PoolLayout {
+    std::int64_t squares_at, bytes;
+    explicit PoolLayout(const FusedTailShape& s) {
+        const std::int64_t blocks = PackedLayout{s.hidden / s.world, s.latent}.blocks();
+        const std::int64_t items =
+            (blocks * 8 + pool_item_units - 1) / pool_item_units + 2 * max_split;  // at most, of a row
+        squares_at = blocks * most_pooled_rows * PackedLayout::row_bytes;
+        bytes = squares_at + items * most_pooled_rows * std::int64_t{sizeof(float)};
+    }
+};
+
 /// The plan's part of the parameters: how the work and the shared memory are cut. False: it cannot be.
 bool cut(const FusedTailShape& shape, const FusedTailPlan& plan, const Compiled& tile, Params& p) {
     const std::int64_t columns = shape.hidden / shape.world;
@@ -192,13 +211,18 @@ bool cut(const FusedTailShape& shape, const FusedTailPlan& plan, const Compiled&
     const int units = p.block_stride * 8, fewest = (p.block_stride + max_passes - 1) / max_passes * 8;
     p.gather_columns = std::min(
         {units, tile.gather_threads, std::max(fewest, tile.gather_threads * tile.gather_at_once / tile.tokens / 8 * 8)});
+    if (tile.pooled) p.gather_columns = units;
     if (p.gather_columns < fewest) return false;
-    p.gather_rows = tile.gather_threads / p.gather_columns;
+    p.gather_rows = std::max(1, tile.gather_threads / p.gather_columns);
+    p.pool_items = (units + pool_item_units - 1) / pool_item_units;
 
     const std::int64_t shared_sums = std::int64_t{4} * tiles_of_cluster * tile.tokens * tile.rows / plan.split;
-    const std::int64_t others = std::int64_t{p.block_stride} * tile.token_bytes + tile.parts_bytes + shared_sums +
-                                round_up(std::int64_t{4} * plan.split * tile.tokens, 16) +
-                                round_up(std::int64_t{4} * tile.tokens * p.block_stride, 16) + at_ring;
+    const std::int64_t block_squares = tile.pooled ? 0 : round_up(std::int64_t{4} * tile.tokens * p.block_stride, 16);
+    const int all_blocks = tiles_of_cluster * p.block_stride;
+    p.token_ring = tile.pooled ? std::clamp(plan.token_ring, 2, std::min(fused::max_token_ring, std::max(2, all_blocks)))
+                               : p.block_stride;
+    const std::int64_t others = std::int64_t{p.token_ring} * tile.token_bytes + tile.parts_bytes + shared_sums +
+                                round_up(std::int64_t{4} * plan.split * tile.tokens, 16) + block_squares + at_ring;
     const std::int64_t fits = (max_shared_bytes - others) / tile.weight_bytes;
     if (others > max_shared_bytes || fits < 2) return false;
     p.ring = static_cast<int>(std::min<std::int64_t>({fits, tile.max_ring, std::max(2, tiles_of_cluster * p.block_stride)}));
@@ -207,11 +231,11 @@ bool cut(const FusedTailShape& shape, const FusedTailPlan& plan, const Compiled&
     p.prefetch_blocks = std::max(plan.prefetch_blocks, 0), p.prefetch_clocks = plan.prefetch_clocks;
 
     p.at.tokens = at_ring + p.ring * tile.weight_bytes;
-    p.at.parts = p.at.tokens + p.block_stride * tile.token_bytes;
+    p.at.parts = p.at.tokens + p.token_ring * tile.token_bytes;
     p.at.shared_sums = p.at.parts + tile.parts_bytes;
     p.at.squares = p.at.shared_sums + static_cast<int>(shared_sums);
     p.at.block_squares = p.at.squares + static_cast<int>(round_up(4 * plan.split * tile.tokens, 16));
-    p.at.bytes = p.at.block_squares + static_cast<int>(round_up(4 * tile.tokens * p.block_stride, 16));
+    p.at.bytes = p.at.block_squares + static_cast<int>(block_squares);
     return true;
 }
 
@@ -306,10 +330,11 @@ cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, in
                 const int turns = (all + candidate.clusters - 1) / candidate.clusters;
                 candidate.clusters = (all + turns - 1) / turns;  // no more than the same number of turns needs
                 if (!fused::cut(shape, candidate, tile, p)) continue;
-                // What a CTA must take in: its weights, every rank's latents; and a round of the cluster for every further
-                // tile.
+                // What a CTA must take in: its weights, the latents, of every rank or summed; and a round of the cluster for
+                // every further tile.
                 const std::int64_t weights = std::int64_t{turns} * p.block_stride * tile.weight_bytes;
-                const std::int64_t latents = std::int64_t{p.block_stride} * tile.token_bytes * shape.world;
+                const std::int64_t latents =
+                    std::int64_t{p.block_stride} * tile.token_bytes * (tile.pooled ? 1 : shape.world);
                 const std::int64_t cost = weights + latents + (turns - 1) * 150'000 - tile.rows;
                 if (cost < best) best = cost, *plan = candidate;
             }
@@ -323,8 +348,8 @@ std::int64_t fused_tail_region_bytes(const FusedTailShape& shape) {
     return fused::RegionLayout(shape).bytes;
 }
 
-std::int64_t fused_tail_workspace_bytes(const FusedTailShape&) {
-    return 0;
+std::int64_t fused_tail_workspace_bytes(const FusedTailShape& shape) {
+    return fused::PoolLayout(shape).bytes;
 }
 
 cudaError_t reset_fused_tail(void* region, const FusedTailShape& shape, cudaStream_t stream) {
@@ -350,6 +375,9 @@ cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
     p.rank = window.rank, p.region = op.region_offset;
     p.own_region = static_cast<char*>(window.base[window.rank]) + op.region_offset;
     p.peer_region = window.world == 2 ? static_cast<char*>(window.base[1 - window.rank]) + op.region_offset : nullptr;
+    const fused::PoolLayout pool(op.shape);
+    p.pool = static_cast<uint4*>(op.workspace);
+    p.pool_squares = reinterpret_cast<float*>(static_cast<char*>(op.workspace) + pool.squares_at);
     p.slot_bytes = region.slot_bytes;
     p.latent_box = region.latent_box, p.column_box = region.column_box;
     p.scale = op.scale, p.epsilon = op.epsilon, p.inverse_latent = 1.0F / static_cast<float>(op.shape.latent);
@@ -359,6 +387,7 @@ cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
     p.timeout_ticks =
         static_cast<std::uint32_t>(std::min<std::uint64_t>((op.exchange.timeout_ns >> fused::tick_log2_ns) + 1, 1u << 30));
     p.stamps = op.stamps;
+    if (op.tokens > 0 && tile->pooled && !op.workspace) return cudaErrorInvalidValue;
     if (op.tokens > 0 && (!p.routed || !p.out || !p.weights || !aligned(p.routed) || !aligned(p.shared) ||
                           !aligned(p.prefix) || !aligned(p.out) || reinterpret_cast<std::uintptr_t>(p.gamma) % 16 != 0)) {
         return cudaErrorInvalidValue;

@@ -40,6 +40,7 @@ struct FusedTailPlan {
     int rows = 0;               ///< of W that a cluster owns at a time: 64 or 128
     int split = 0;              ///< CTAs of a cluster, each a part of K: 1, 2, 4 or 8
     int clusters = 0;           ///< each takes every `clusters`-th tile of W
+    int token_ring = 6;         ///< places for blocks of latents, where many tokens' latents are pooled
     int in_flight_early = 3;    ///< bulk copies of weights in flight a CTA, until the latents are there,
     int in_flight_late = 8;     ///< and after
     int prefetch_blocks = 24;   ///< of weights that shared memory does not hold, into L2, at most,
@@ -66,7 +67,7 @@ inline constexpr std::array<const char*, 3> fused_tail_architectures = {"gfx90a"
 #endif
 
 std::int64_t fused_tail_region_bytes(const FusedTailShape& shape);
-/// Of this rank's own memory, for the call under way; 0 where shared memory holds it all.
+/// Of this rank's own memory, for the call under way: the sum of many tokens' latents.
 std::int64_t fused_tail_workspace_bytes(const FusedTailShape& shape);
 
 cudaError_t reset_fused_tail(void* region, const FusedTailShape& shape, cudaStream_t stream);

@@ -2,6 +2,7 @@
 //
 //     1. Σ routed: own rows by cp.async, the peers' from their mailboxes; · γ, rounded, into shared memory as wgmma reads it
 //     2. the rows' sums of squares over this CTA's part of K, to every CTA of the cluster
+//        (with many tokens both through a pool: fused_tail_pool.cuh)
 //     3. Σ shared of the columns that this CTA finishes, float32, into shared memory
 //     4. re-arm the slot of the call before
 //     5. the peers' finished columns, as they come, into `out`
@@ -12,6 +13,7 @@
 #include <math_constants.h>
 
 #include "gpu/kernels/fused_tail_mailboxes.cuh"
+#include "gpu/kernels/fused_tail_pool.cuh"
 #include "gpu/kernels/fused_tail_stamps.cuh"
 #include "gpu/kernels/fused_tail_weights.cuh"
 #include "gpu/primitives/launch.h"
@@ -99,11 +101,9 @@ struct Gather {
         copies_commit();
     }
 
-    /// One row's unit of x = Σ routed, rounded as the chain rounds it → x · γ, rounded, in shared memory. Returns the unit's
-    /// sum of squares: +Inf if it overflows (the chain's factor is 0 then, and so is the row's product), NaN if an element
-    /// is not finite (then the chain's row is not either).
-    LATENT_MOE_DEVICE float put(int token, int unit, uint4 x, uint4 gamma) const {
-        store_shared(token_address(token, unit), multiply_bf16(x, gamma));
+    /// Of one unit of x = Σ routed, rounded as the chain rounds it: +Inf if it overflows (the chain's factor is 0 then, and
+    /// so is the row's product), NaN if an element is not finite (then the chain's row is not either).
+    LATENT_MOE_DEVICE static float squares_of(uint4 x) {
         float squares = 0, elements[U::size];
         U::unpack(x, elements);
 #pragma unroll
@@ -122,8 +122,9 @@ struct Gather {
         }
     }
 
-    /// Adds up the ranks' summands of one row's unit, in rank order. `at_once` mailboxes are polled together.
-    LATENT_MOE_DEVICE void sum_row(const Slot<Cta>& slot, int token, int unit, float (&sum)[U::size]) {
+    /// Adds up the ranks' summands of one row's unit (of all K), in rank order. `at_once` mailboxes are polled together.
+    template <class Own>
+    LATENT_MOE_DEVICE void sum_row(const Slot<Cta>& slot, int token, int unit, Own own, float (&sum)[U::size]) {
         constexpr int at_once = 4;
 #pragma unroll 1
         for (int first = 0; first < cta.world(); first += at_once) {
@@ -133,14 +134,13 @@ struct Gather {
                 v, wait, Phase::gather,
                 [&](int i) -> const uint4* {
                     if (source(i) >= cta.world() || source(i) == p.rank) return nullptr;
-                    return slot.latents_from(source(i)) + token * p.latent_units + column_unit(unit);
+                    return slot.latents_from(source(i)) + token * p.latent_units + unit;
                 },
                 source);
-            copies_wait();
 #pragma unroll
             for (int i = 0; i < at_once; ++i) {
                 if (source(i) >= cta.world()) continue;
-                if (source(i) == p.rank) v[i] = load_shared<uint4>(token_address(token, unit));
+                if (source(i) == p.rank) v[i] = own();
                 add(sum, v[i]);
             }
         }
@@ -200,11 +200,16 @@ struct Gather {
                             x = add_bf16(theirs[i], load_shared<uint4>(token_address(token, unit)));
                         } else {
                             float sum[U::size] = {};
-                            sum_row(slot, token, unit, sum);
+                            const auto own = [&] {
+                                copies_wait();
+                                return load_shared<uint4>(token_address(token, unit));
+                            };
+                            sum_row(slot, token, column_unit(unit), own, sum);
                             x = U::pack(sum);
                         }
                     }
-                    squares[i] = put(token, unit, x, gamma);
+                    store_shared(token_address(token, unit), multiply_bf16(x, gamma));
+                    squares[i] = squares_of(x);
                 }
                 kept_row = m;
             }
@@ -255,6 +260,63 @@ struct Gather {
                                      cluster::address_at(cta.bar(Barriers::received), c));
             }
         }
+    }
+
+    // ---- 1. and 2. by way of the pool
+
+    /// The warp that adds up squares: the last to be given rows of the pool and of Σ shared to sum.
+    static constexpr int pool_warp = threads / 64 - 1;
+
+    LATENT_MOE_DEVICE std::uint32_t fill_pool(const State& state, const Slot<Cta>& slot) {
+        constexpr int warps = threads / 32;
+        const int warp = thread / 32, lane = thread % 32;
+        const int turn = warp == pool_warp ? warps - 1 : warp > pool_warp ? warp - 1 : warp;
+        const int of_row = cta.split() * p.pool_items, items = p.tokens * of_row;
+        const int share = (items + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
+        const int begin = static_cast<int>(blockIdx.x) * share, end = min(begin + share, items);
+        std::uint32_t digest = 0;
+#pragma unroll 1
+        for (int i = begin + turn; i < end; i += warps) {
+            const PoolItem item = pool_item(cta, i);
+            const bool exists = item.unit < item.end, is_inside = exists && item.unit < p.latent_units;
+            uint4 x{};
+            if (is_inside) {
+                const uint4 own = load_relaxed<Scope::device>(p.routed.at(item.token, item.unit));
+                if constexpr (pair) {
+                    uint4 theirs[1];
+                    const uint4* box = slot.latents_from(1 - p.rank) + item.token * p.latent_units + item.unit;
+                    take<1>(
+                        theirs, wait, Phase::gather, [&](int) { return box; }, [&](int) { return 1 - p.rank; });
+                    x = add_bf16(theirs[0], own);
+                } else {
+                    float sum[U::size] = {};
+                    sum_row(
+                        slot, item.token, item.unit, [&] { return own; }, sum);
+                    x = U::pack(sum);
+                }
+            }
+            stamp<Tile>(p, latents_came, thread == 0);
+            float squares = squares_of(x);
+            if (exists) {
+                const uint4 gamma = is_inside && p.gamma ? load16(p.gamma + item.unit * 16)
+                                                         : make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80);
+                const uint4 product = multiply_bf16(x, gamma);
+                store_relaxed<Scope::device>(pool_at<Tile>(p, item.token, item.unit), product);
+                if (p.digest && is_inside) digest += digest_of(product, item.token * p.latent_units + item.unit);
+            }
+#pragma unroll
+            for (int other = 1; other < 32; other *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, other);
+            if (lane == 0) {
+                store_relaxed<Scope::device>(reinterpret_cast<std::uint32_t*>(p.pool_squares + i), as_bits(squares));
+            }
+            __syncwarp();
+            if (lane == 0) {
+                fence<Scope::device>();
+                add_relaxed<Scope::device>(pool_count(p, state, item.part), 1u);
+            }
+        }
+        stamp<Tile>(p, latents_done, thread == 0);
+        return digest;
     }
 
     // ---- 3. Σ shared. An item is a token and 8 columns that this CTA finishes; other warps begin than those that send
@@ -325,20 +387,44 @@ struct Gather {
     }
 
     LATENT_MOE_DEVICE void run() {
-        Place first{thread / p.gather_columns, thread % p.gather_columns};
-        if (first.row >= p.gather_rows) first.row = p.tokens;
-        const uint4 gamma = gamma_of(first.unit);
-        dependency_wait();
-        stamp<Tile>(p, predecessor_over, thread == 0);
-        const State state = load_state(p);
-        if (p.release && thread == 0) release_dependents();
-        copy_own_rows(state, first);
-        const Slot<Cta> slot(cta, state.slot);
-        gather_latents(slot, first, gamma);
-        if (p.digest && cta.cluster == 0) digest_latents(state, first);
-        const uint4 own = first_own_shared();
-        send_squares();
-        gather_shared(slot, own);
+        if constexpr (Tile::pooled) {
+            dependency_wait();
+            stamp<Tile>(p, predecessor_over, thread == 0);
+            const State state = load_state(p);
+            if (p.release && thread == 0) release_dependents();
+            const Slot<Cta> slot(cta, state.slot);
+            const uint4 own = first_own_shared();
+            const std::uint32_t digest = fill_pool(state, slot);
+            cluster::wait();
+            if (p.rms_norm && thread / 32 == pool_warp) {
+                if (thread % 32 < cta.split()) await_part(cta, state, thread % 32);
+                __syncwarp();
+                add_up_squares(cta, thread % 32);
+            }
+            gather_shared(slot, own);
+            if (p.digest) add_digest(p, state, digest);
+            sync_threads_of(squares_ready, threads + 32);  // the epoch is there
+            finish_call(state, slot);
+        } else {
+            Place first{thread / p.gather_columns, thread % p.gather_columns};
+            if (first.row >= p.gather_rows) first.row = p.tokens;
+            const uint4 gamma = gamma_of(first.unit);
+            dependency_wait();
+            stamp<Tile>(p, predecessor_over, thread == 0);
+            const State state = load_state(p);
+            if (p.release && thread == 0) release_dependents();
+            copy_own_rows(state, first);
+            const Slot<Cta> slot(cta, state.slot);
+            gather_latents(slot, first, gamma);
+            if (p.digest && cta.cluster == 0) digest_latents(state, first);
+            const uint4 own = first_own_shared();
+            send_squares();
+            gather_shared(slot, own);
+            finish_call(state, slot);
+        }
+    }
+
+    LATENT_MOE_DEVICE void finish_call(const State& state, const Slot<Cta>& slot) {
         stamp<Tile>(p, shared_done, thread == 0);
         rearm(cta, state, threads - 1 - thread, threads);  // other warps first than those that wait for columns
         gather_columns(cta, slot, wait, thread, threads);

@@ -50,6 +50,10 @@ struct alignas(32) State {
 inline constexpr int digest_lanes = static_cast<int>(wave_size);
 struct Head {
     State state[max_grid];
+    struct alignas(128) Count {
+        std::uint32_t items;
+    };
+    Count pooled[slots][max_split];  ///< see fused_tail_pool.cuh
     alignas(128) std::uint32_t digest[2][digest_lanes][8];
 };
 inline constexpr std::int64_t state_bytes = sizeof(Head);
@@ -202,6 +206,9 @@ template <class Cta>
 LATENT_MOE_DEVICE void rearm(const Cta& cta, const State& state, int thread, int threads) {
     const Params& p = cta.p;
     const Slot<Cta> slot(cta, state.slot == 0 ? slots - 1 : state.slot - 1);
+    if (blockIdx.x == 0 && thread < max_split) {
+        store_relaxed<Scope::device>(&head(p).pooled[state.slot == 0 ? slots - 1 : state.slot - 1][thread].items, 0u);
+    }
     const std::uint32_t latents = state.rows_before() * p.latent_units, columns = state.rows_before() * p.column_units;
     const std::uint32_t all = latents + 2 * columns, share = (all + gridDim.x - 1) / gridDim.x;
     const std::uint32_t begin = blockIdx.x * share, end = min(begin + share, all);

@@ -46,15 +46,23 @@ struct Math {
         // Places of the ring that are used again; a lane each.
         if (lane < min(p.ring, cta.turns() * cta.blocks - p.ring))
             mbarrier::init(cta.bar(Barriers::empty, lane), Tile::math_warps);
+        if (Tile::pooled && lane < min(p.token_ring, cta.turns() * cta.blocks - p.token_ring))
+            mbarrier::init(cta.bar(Barriers::token_empty, lane), Tile::math_warps);
         if (lane == 0) {
             mbarrier::init(cta.bar(Barriers::received), 1);
             if (cta.turns() > 1) mbarrier::init(cta.bar(Barriers::may_send), cta.split());
-            const int squares = p.rms_norm ? cta.split() * ((p.tokens + 1) / 2) * 8 : 0;
+            if constexpr (Tile::pooled) {
+#pragma unroll
+                for (int i = 0; i < max_token_ring; ++i) mbarrier::init(cta.bar(Barriers::token_full, i), 1);
+            }
+            const int squares = p.rms_norm && !Tile::pooled ? cta.split() * ((p.tokens + 1) / 2) * 8 : 0;
             mbarrier::expect(cta.bar(Barriers::received), parts_received() + squares);
         }
         mbarrier::publish_init();
     }
-    LATENT_MOE_DEVICE static int parts_received() { return Tile::math_warps * Tile::fragment_data_bytes; }
+    LATENT_MOE_DEVICE static int parts_received() {
+        return Tile::math_warps * Tile::fragment_data_bytes;
+    }
 
     // ---- publishing: the first half of the threads the latents, the second half (a little less urgent) the shared slices.
     // Each CTA has a contiguous range of each.
@@ -66,7 +74,9 @@ struct Math {
         std::uint32_t place;  ///< unit in the box
         int peer;             ///< of a shared slice
     };
-    LATENT_MOE_DEVICE bool publishes_latents() const { return warp < Tile::math_warps / 2; }
+    LATENT_MOE_DEVICE bool publishes_latents() const {
+        return warp < Tile::math_warps / 2;
+    }
 
     LATENT_MOE_DEVICE Parcel parcel(std::uint32_t i, std::uint32_t end) const {
         if (i >= end) return {nullptr, 0, 0};
@@ -129,27 +139,34 @@ struct Math {
 
     // ---- the product
 
-    /// This warp's fragment: 16 rows of the tile, all tokens. `index`: blocks multiplied before, in all tiles. The first
-    /// time, the tokens are still being gathered.
-    LATENT_MOE_DEVICE void multiply(bool first_time, int& place, int& round, int& index,
-                                    float (&sum)[Tile::tokens / 2]) const {
+    struct Progress {
+        int index = 0;                         ///< blocks multiplied, in all tiles
+        int place = 0, round = 0;              ///< in the ring of weights
+        int token_place = 0, token_round = 0;  ///< in the ring of pooled latents
+    };
+
+    /// This warp's fragment: 16 rows of the tile, all tokens. The first time, the tokens are still being gathered.
+    LATENT_MOE_DEVICE void multiply(bool first_time, Progress& at, float (&sum)[Tile::tokens / 2]) const {
         constexpr int width = Tile::tokens < 64 ? Tile::tokens : 64, groups = Tile::tokens / width;  // of tokens: one wgmma
         float acc[Tile::chains][groups][width / 2] = {};
         const int freed = cta.turns() * cta.blocks - p.ring;  // blocks whose place somebody waits for
         const std::uint32_t weights = cta.ring(0) + warp / 4 * 64 * PackedLayout::row_bytes,
                             tokens = cta.memory + p.at.tokens;
-        const int blocks_of_pass = static_cast<int>(static_cast<unsigned>(p.gather_columns) / 8);
+        const int blocks_of_pass = Tile::pooled ? cta.blocks : static_cast<int>(static_cast<unsigned>(p.gather_columns) / 8);
+        const int freed_tokens = cta.turns() * cta.blocks - p.token_ring;
         int block = 0;
 #pragma unroll 1
         for (int end = 0, barrier = tokens_ready; end < cta.blocks; ++barrier) {
             end = min(end + blocks_of_pass, cta.blocks);
-            if (first_time) sync_threads_of(barrier, threads + Tile::gather_threads);
+            if (!Tile::pooled && first_time) sync_threads_of(barrier, threads + Tile::gather_threads);
 #pragma unroll 1
             for (; block < end; ++block) {
-                wait_locally(cta.bar(Barriers::full, place), round & 1);
+                wait_locally(cta.bar(Barriers::full, at.place), at.round & 1);
                 stamp<Tile>(p, last_weights, thread == 0);
-                const std::uint64_t w = swizzled_operand(weights + place * Tile::weight_bytes);
-                const std::uint64_t t = swizzled_operand(tokens + block * Tile::token_bytes);
+                const std::uint64_t w = swizzled_operand(weights + at.place * Tile::weight_bytes);
+                if constexpr (Tile::pooled) wait_locally(cta.bar(Barriers::token_full, at.token_place), at.token_round & 1);
+                const std::uint64_t t =
+                    swizzled_operand(tokens + (Tile::pooled ? at.token_place : block) * Tile::token_bytes);
                 wgmma_begin();
 #pragma unroll
                 for (int step = 0; step < 4; ++step) {
@@ -161,15 +178,35 @@ struct Math {
                     }
                 }
                 wgmma_commit();
-                if (index > 0 && index <= freed) {
-                    wgmma_wait<1>();  // the block before this one
-                    if (thread % 32 == 0) mbarrier::arrive(cta.bar(Barriers::empty, place == 0 ? p.ring - 1 : place - 1));
+                const bool frees_weights = at.index > 0 && at.index <= freed;
+                const bool frees_tokens = Tile::pooled && at.index > 0 && at.index <= freed_tokens;
+                if (Tile::pooled || frees_weights) wgmma_wait<1>();  // the block before this one
+                if (frees_weights || frees_tokens) {
+                    if (thread % 32 == 0) {
+                        if (frees_weights)
+                            mbarrier::arrive(cta.bar(Barriers::empty, at.place == 0 ? p.ring - 1 : at.place - 1));
+                        if (frees_tokens) {
+                            mbarrier::arrive(
+                                cta.bar(Barriers::token_empty, at.token_place == 0 ? p.token_ring - 1 : at.token_place - 1));
+                        }
+                    }
                 }
-                ++index;
-                if (++place == p.ring) place = 0, ++round;
+                ++at.index;
+                if (++at.place == p.ring) at.place = 0, ++at.round;
+                if (Tile::pooled && ++at.token_place == p.token_ring) at.token_place = 0, ++at.token_round;
             }
         }
         wgmma_wait<0>();
+        if constexpr (Tile::pooled) {
+#pragma unroll
+            for (auto& chain : acc) {
+#pragma unroll
+                for (auto& group : chain) {
+#pragma unroll
+                    for (float& value : group) wgmma_result(value);
+                }
+            }
+        }
 #pragma unroll
         for (int i = 0; i < Tile::tokens / 2; ++i) {
             const auto chain = [&](int c) { return acc[c][i / (width / 2)][i % (width / 2)]; };
@@ -248,7 +285,7 @@ struct Math {
         const std::uint32_t from = cta.memory + p.at.parts + i.column / fragment_rows * Tile::fragment_bytes;
         const std::uint32_t squares_at = cta.memory + p.at.squares + i.token * 4;
         constexpr int at_once = Cta::known.split == 2 ? 2 : 4;
-        float squares = 0;
+        float squares = Tile::pooled ? load_shared<float>(squares_at) : 0;
 #pragma unroll
         for (float& e : sum) e = 0;
 #pragma unroll
@@ -263,7 +300,7 @@ struct Math {
                     const int offset = Tile::element_offset(i.column % fragment_rows + e, i.token);
                     term[k][e] = load_shared<float>(from + (first + k) * stride + offset);
                 }
-                square[k] = load_shared<float>(squares_at + (first + k) * Tile::tokens * 4);
+                square[k] = Tile::pooled ? 0 : load_shared<float>(squares_at + (first + k) * Tile::tokens * 4);
             }
 #pragma unroll
             for (int k = 0; k < at_once; ++k) {
@@ -321,13 +358,13 @@ struct Math {
         const Slot<Cta> slot(cta, state.slot);
         __syncwarp();
         cluster::wait();
-        int place = 0, round = 0, index = 0;  // in the ring of weights
+        Progress at;
 #pragma unroll 1
         for (int turn = 0; turn < cta.turns(); ++turn) {
             const Item first = item(cta.tile(turn), thread);
             const Words prefix = prefix_of(first);
             float sum[Tile::tokens / 2];
-            multiply(turn == 0, place, round, index, sum);
+            multiply(turn == 0, at, sum);
             stamp<Tile>(p, multiply_done, thread == 0);
             if (Cta::known.turns != 1 && turn > 0) {
                 wait_locally([&] { return try_wait_cluster(cta.bar(Barriers::may_send), (turn - 1) & 1); });

@@ -48,6 +48,8 @@ struct Tile {
     static constexpr int threads = (protocol_warp + 1) * 32;
 
     static constexpr int max_ring = max_ring_of(rows);
+    /// Latents are summed once a GPU (fused_tail_pool.cuh), not once a cluster.
+    static constexpr bool pooled = tokens >= 32;
     /// Rows that a thread polls together, if there is one peer.
     static constexpr int gather_at_once = tokens <= 8 ? 2 : tokens <= 32 ? 4 : 6;
 
@@ -78,7 +80,7 @@ struct Tile {
 /// squares | block squares |. Ring and tokens are aligned to 1 KB for the swizzle.
 inline constexpr int at_ring = 1024;
 struct SharedLayout {
-    int tokens;         ///< Σ routed · γ as wgmma reads it: blocks of [tokens, 64 columns], swizzled
+    int tokens;         ///< Σ routed · γ as wgmma reads it: blocks of [tokens, 64 columns], swizzled; if pooled, a ring
     int parts;          ///< fragments of the product from every CTA of the cluster
     int shared_sums;    ///< float32 Σ shared of this CTA's columns: [tile][token][rows / split]
     int squares;        ///< sums of squares: [part of K][token]
@@ -86,14 +88,19 @@ struct SharedLayout {
     int bytes;
 };
 
+/// Places for blocks of pooled latents, at most.
+inline constexpr int max_token_ring = 16;
+
 /// mbarriers, then single words.
 struct Barriers {
     static constexpr int full = 0;                   ///< [24] a block of weights has come
     static constexpr int empty = full + 8 * 24;      ///< [24] it has been multiplied
     static constexpr int received = empty + 8 * 24;  ///< parts (and, for the first tile, squares) of the whole cluster
     static constexpr int may_send = received + 8;    ///< the cluster has read the parts of the tile before
-    static constexpr int epoch = may_send + 8;       ///< word: this call's
-    static constexpr int latent_ready = epoch + 4;   ///< word, a hint for the weight warp
+    static constexpr int token_full = may_send + 8;  ///< [16] a block of pooled latents has come
+    static constexpr int token_empty = token_full + 8 * max_token_ring;  ///< [16] it has been multiplied
+    static constexpr int epoch = token_empty + 8 * max_token_ring;       ///< word: this call's
+    static constexpr int latent_ready = epoch + 4;                       ///< word, a hint for the weight warp
     static constexpr int bytes = latent_ready + 4;
 };
 static_assert(Barriers::bytes <= at_ring);
@@ -102,6 +109,10 @@ static_assert(Barriers::bytes <= at_ring);
 enum NamedBarrier : int { squares_ready = 1, shared_ready = 2, parts_read = 3, tokens_ready = 4 };
 inline constexpr int max_passes = 8;
 
+/// Of the pool (fused_tail_pool.cuh): units of columns that a warp sums at a time, rows of the largest tile.
+inline constexpr int pool_item_units = 32;
+inline constexpr int most_pooled_rows = 128;
+
 /// In the order in which the kernel needs them: a line of the constant cache that is first touched late, behind the weight
 /// stream, costs a microsecond: `touch`.
 struct Params {
@@ -109,7 +120,7 @@ struct Params {
     int tokens;
     int blocks;  ///< of 64 columns of W
     int tiles, clusters, split_log2;
-    int ring, in_flight_early, in_flight_late, prefetch_blocks, prefetch_clocks;
+    int ring, token_ring, in_flight_early, in_flight_late, prefetch_blocks, prefetch_clocks;
     int latent_units;    ///< L / 8
     int column_units;    ///< H / world / 8
     int block_stride;    ///< most blocks of a CTA
@@ -118,8 +129,11 @@ struct Params {
 
     SharedLayout at;
     bool rms_norm, exchange_shared, release, digest;
-    char* own_region;         ///< in this rank's window
-    char* peer_region;        ///< in the peer's, if there is just one
+    char* own_region;   ///< in this rank's window
+    char* peer_region;  ///< in the peer's, if there is just one
+    uint4* pool;        ///< Σ routed · γ of all rows, if they are pooled; Σ squares an item
+    float* pool_squares;
+    int pool_items;           ///< of a row in a part of K
     std::int64_t slot_bytes;  ///< of the region's slots
     std::int64_t latent_box;  ///< bytes of one mailbox of latents
     std::int64_t column_box;  ///< bytes of one mailbox of columns

@@ -3,19 +3,20 @@
 //     an item is up to 256 columns of a row, inside one part of K; each warp that gathers takes some:
 //         own row, the peers' from their mailboxes ─▶ Σ, rounded ─▶ · γ, rounded ─▶ pool, as wgmma reads it
 //                                                               └─▶ Σ squares ───▶ pool        ─▶ count of the part
-//     one lane of each CTA: its part is whole ─▶ bulk copies of it into shared memory, an mbarrier a pass over K
+//     one lane of each CTA: its part is whole ─▶ bulk copies, block by block, into a ring in shared memory
 //     one warp of each CTA: every part is whole ─▶ each row's squares, added up in the order of parts and items
 //
-// MEMORY ORDER, all of it inside one GPU. Stores to the pool → barrier of the warp → fence, add to the count; a load that sees
-// the whole count, with acquire → proxy fence → bulk copies; or → barrier of the warp → loads. The counts lie in the
-// head of the region, a set a slot; they are cleared together with the slot's mailboxes, a call later, when kernel order says
-// that nobody looks at them. The pool itself is written again by the next call, after its `dependency_wait`.
+// MEMORY ORDER, all of it inside one GPU. Stores to the pool → barrier of the warp → fence, add to the count; a load that
+// sees the whole count, with acquire → proxy fence → bulk copies; or → barrier of the warp → loads. The counts lie in the
+// head of the region, a set a slot; they are cleared together with the slot's mailboxes, a call later, when kernel order
+// says that nobody looks at them. The pool itself is written again by the next call, after its `dependency_wait`.
 //
 // A count is waited for without bound: it depends on warps of this grid, which is resident as a whole, and their own waits
 // for peers are bounded.
 #pragma once
 
 #include "gpu/kernels/fused_tail_mailboxes.cuh"
+#include "gpu/kernels/fused_tail_stamps.cuh"
 #include "gpu/kernels/fused_tail_weights.cuh"
 
 namespace latent_moe::gpu::fused {
@@ -55,29 +56,27 @@ LATENT_MOE_DEVICE void await_part(const Cta& cta, const State& state, int part) 
     wait_locally([&] { return load_acquire<Scope::device>(count) == all; });
 }
 
-/// By one lane, once its part is whole: this CTA's K into shared memory.
+/// By one lane: this CTA's K, once it is whole, block by block into the ring; again for every tile of the cluster.
 template <class Cta>
-LATENT_MOE_DEVICE void copy_part(const Cta& cta) {
+LATENT_MOE_DEVICE void stream_tokens(const Cta& cta, const State& state) {
     using Tile = typename Cta::Tile;
     const Params& p = cta.p;
     const char* from = reinterpret_cast<const char*>(p.pool) + std::int64_t{cta.first_block} * Tile::token_bytes;
-    const int row_bytes = p.tokens * PackedLayout::row_bytes, of_pass = p.gather_columns / 8;
+    const int row_bytes = p.tokens * PackedLayout::row_bytes;
+    await_part(cta, state, cta.part);
     fence_proxy_async_all();
+    store_shared(cta.bar(Barriers::latent_ready), 1);
+    stamp<Tile>(p, last_latents_done, true);
+    int place = 0, round = 0, block = 0;
 #pragma unroll 1
-    for (int block = 0, pass = 0; block < cta.blocks; block += of_pass, ++pass) {
-        const int count = min(of_pass, cta.blocks - block);
-        const std::uint32_t bar = cta.bar(Barriers::tokens, pass);
-        mbarrier::expect(bar, count * row_bytes);
-        if (row_bytes == Tile::token_bytes) {
-            bulk_copy(cta.memory + p.at.tokens + block * Tile::token_bytes, from + block * Tile::token_bytes,
-                      count * row_bytes, bar, evict_normal);
-        } else {
-#pragma unroll 1
-            for (int b = block; b < block + count; ++b) {
-                bulk_copy(cta.memory + p.at.tokens + b * Tile::token_bytes, from + b * Tile::token_bytes, row_bytes, bar,
-                          evict_normal);
-            }
-        }
+    for (int i = 0; i < cta.turns() * cta.blocks; ++i) {
+        if (round > 0) wait_locally(cta.bar(Barriers::token_empty, place), (round - 1) & 1);
+        const std::uint32_t bar = cta.bar(Barriers::token_full, place);
+        mbarrier::expect(bar, row_bytes);
+        bulk_copy(cta.memory + p.at.tokens + place * Tile::token_bytes, from + block * Tile::token_bytes, row_bytes, bar,
+                  evict_normal);
+        if (++block == cta.blocks) block = 0;
+        if (++place == p.token_ring) place = 0, ++round;
     }
 }
 

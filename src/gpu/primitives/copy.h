@@ -86,6 +86,11 @@ LATENT_MOE_DEVICE void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+/// As `fence_proxy_async`, for memory of any kind: between an acquire of what other CTAs wrote and bulk copies of it.
+LATENT_MOE_DEVICE void fence_proxy_async_all() {
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
 /// An mbarrier in shared memory, by its address. Initialise them unrolled, with constant addresses (10 ns each; 100 in a
 /// rolled loop).
 namespace mbarrier {
@@ -126,6 +131,7 @@ LATENT_MOE_DEVICE void wait(std::uint32_t bar, int parity) {
 
 /// L2 policy of weights: read once a step, never again before they are evicted anyway.
 inline constexpr std::uint64_t evict_first = 0x12F0000000000000;
+inline constexpr std::uint64_t evict_normal = 0x1000000000000000;
 
 /// `bytes` (a multiple of 16) from global to this CTA's shared memory; the barrier counts their arrival.
 LATENT_MOE_DEVICE void bulk_copy(std::uint32_t to, const void* from, int bytes, std::uint32_t bar, std::uint64_t policy) {

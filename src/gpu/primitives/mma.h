@@ -61,6 +61,12 @@ LATENT_MOE_DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
+/// Between `wgmma_wait` and the first ordinary use of a result, for each register: the compiler does not know that the wait
+/// concerns it, and would have every product wait for the one before.
+LATENT_MOE_DEVICE void wgmma_result(float& value) {
+    asm volatile("" : "+f"(value)::"memory");
+}
+
 /// d[64 × n] += a[64 × 16] · b[n × 16]ᵀ. Warp w of the group, lane l: d[4j + i] is row 16w + l / 4 + 8 (i / 2), column
 /// 8j + 2 (l % 4) + i % 2.
 template <int n>
