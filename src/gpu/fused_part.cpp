@@ -95,7 +95,8 @@ std::int64_t FusedPart::window_bytes() const noexcept {
 
 void FusedPart::reset(void* base, cudaStream_t stream) const {
     check(cudaMemsetAsync(base, 0, control_bytes, stream), "cudaMemsetAsync");
-    check(reset_fused_tail(static_cast<std::byte*>(base) + control_bytes, tail_shape_, stream), "fused window kernel");
+    check(reset_fused_tail(static_cast<std::byte*>(base) + control_bytes, workspace_.get(), tail_shape_, stream),
+          "fused window kernel");
 }
 
 void FusedPart::run(const TailCall& call, const GpuPackedLayer& layer, const Exchange& exchange, cudaStream_t stream) const {

@@ -330,7 +330,7 @@ struct Problem {
             Rank& k = ranks[r];
             std::memset(static_cast<void*>(k.record), 0, sizeof(FaultRecord));
             CUDA(cudaMemsetAsync(k.window, 0, control_bytes, k.stream));
-            CUDA(reset_fused_tail(k.window + control_bytes, shape, k.stream));
+            CUDA(reset_fused_tail(k.window + control_bytes, k.workspace, shape, k.stream));
         });
         sync();
     }

@@ -60,7 +60,12 @@ __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__
         __syncwarp();
         arrive_threads_of(squares_ready, Tile::gather_threads + 32);
         keep_protocol(p, epoch, state.rows & 1, lane);
-        if (Tile::pooled && lane == 0) stream_tokens(cta, state);
+    } else if (Tile::pooled && warp == Tile::token_warp) {
+        cluster::arrive_relaxed();
+        cluster::wait();  // barriers are there
+        dependency_wait();
+        const State state = load_state(p);
+        if (lane == 0) stream_tokens(cta, state);
     } else if (warp >= Tile::math_warps) {
         cluster::arrive_relaxed();
         Gather<Cta<Tile>>(cta, thread - Tile::math_threads).run();
@@ -85,9 +90,17 @@ __global__ void __launch_bounds__(256) idle(const __grid_constant__ Params p) {
 #endif
 }
 
-__global__ void __launch_bounds__(256) reset(char* region, std::int64_t bytes) {
-    for (std::int64_t i = blockIdx.x * std::int64_t{256} + threadIdx.x; i < bytes / 16; i += gridDim.x * std::int64_t{256}) {
+__global__ void __launch_bounds__(256)
+    reset(char* region, std::int64_t bytes, char* pool, std::int64_t slot_bytes, std::int64_t latent_bytes) {
+    const std::int64_t first = blockIdx.x * std::int64_t{256} + threadIdx.x, step = gridDim.x * std::int64_t{256};
+    for (std::int64_t i = first; i < bytes / 16; i += step) {
         store_relaxed(reinterpret_cast<uint4*>(region) + i, i * 16 < state_bytes ? uint4{} : U::sentinel());
+    }
+    if (!pool) return;
+    for (std::int64_t i = first; i < slots * slot_bytes / 16; i += step) {
+        const bool latents = i * 16 % slot_bytes < latent_bytes;
+        store_relaxed(reinterpret_cast<uint4*>(pool) + i,
+                      latents ? U::sentinel() : make_uint4(no_square, no_square, no_square, no_square));
     }
 }
 
@@ -178,15 +191,15 @@ struct RegionLayout {
     }
 };
 
-/// The workspace: pooled latents of one kernel, their squares.
+/// The workspace: for each slot the latents of one kernel, and their squares.
 struct PoolLayout {
-    std::int64_t squares_at, bytes;
+    std::int64_t squares_row, slot_bytes, bytes;
     explicit PoolLayout(const FusedTailShape& s) {
         const std::int64_t blocks = PackedLayout{s.hidden / s.world, s.latent}.blocks();
-        const std::int64_t items =
-            (blocks * 8 + pool_item_units - 1) / pool_item_units + 2 * max_split;  // at most, of a row
-        squares_at = blocks * most_pooled_rows * PackedLayout::row_bytes;
-        bytes = squares_at + items * most_pooled_rows * std::int64_t{sizeof(float)};
+        // At most, of a row: every part of K ends with an item that is not full.
+        squares_row = round_up((blocks * 8 + pool_item_units - 1) / pool_item_units + 2 * max_split, 4);
+        slot_bytes = blocks * pool_block_bytes + squares_row * most_pooled_rows * std::int64_t{sizeof(float)};
+        bytes = slots * slot_bytes;
     }
 };
 
@@ -352,10 +365,12 @@ std::int64_t fused_tail_workspace_bytes(const FusedTailShape& shape) {
     return fused::PoolLayout(shape).bytes;
 }
 
-cudaError_t reset_fused_tail(void* region, const FusedTailShape& shape, cudaStream_t stream) {
+cudaError_t reset_fused_tail(void* region, void* workspace, const FusedTailShape& shape, cudaStream_t stream) {
     if (!region || !fused::valid(shape)) return cudaErrorInvalidValue;
+    const fused::PoolLayout pool(shape);
+    const std::int64_t latents = PackedLayout{shape.hidden / shape.world, shape.latent}.blocks() * fused::pool_block_bytes;
     return launch({.grid = 132, .block = 256, .stream = stream}, fused::reset, static_cast<char*>(region),
-                  fused::RegionLayout(shape).bytes);
+                  fused::RegionLayout(shape).bytes, static_cast<char*>(workspace), pool.slot_bytes, latents);
 }
 
 cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
@@ -376,8 +391,8 @@ cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
     p.own_region = static_cast<char*>(window.base[window.rank]) + op.region_offset;
     p.peer_region = window.world == 2 ? static_cast<char*>(window.base[1 - window.rank]) + op.region_offset : nullptr;
     const fused::PoolLayout pool(op.shape);
-    p.pool = static_cast<uint4*>(op.workspace);
-    p.pool_squares = reinterpret_cast<float*>(static_cast<char*>(op.workspace) + pool.squares_at);
+    p.pool = static_cast<char*>(op.workspace);
+    p.pool_slot_bytes = pool.slot_bytes, p.pool_squares_row = static_cast<int>(pool.squares_row);
     p.slot_bytes = region.slot_bytes;
     p.latent_box = region.latent_box, p.column_box = region.column_box;
     p.scale = op.scale, p.epsilon = op.epsilon, p.inverse_latent = 1.0F / static_cast<float>(op.shape.latent);

@@ -70,7 +70,8 @@ std::int64_t fused_tail_region_bytes(const FusedTailShape& shape);
 /// Of this rank's own memory, for the call under way: the sum of many tokens' latents.
 std::int64_t fused_tail_workspace_bytes(const FusedTailShape& shape);
 
-cudaError_t reset_fused_tail(void* region, const FusedTailShape& shape, cudaStream_t stream);
+/// `workspace`: too; it may be null if no call has more than 16 rows.
+cudaError_t reset_fused_tail(void* region, void* workspace, const FusedTailShape& shape, cudaStream_t stream);
 
 struct FusedTail {
     Exchange exchange;               ///< `slot_bytes` is not used here

@@ -274,6 +274,7 @@ struct Gather {
         const int of_row = cta.split() * p.pool_items, items = p.tokens * of_row;
         const int share = (items + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
         const int begin = static_cast<int>(blockIdx.x) * share, end = min(begin + share, items);
+        uint4* const pool = pool_of(p, state.slot);
         std::uint32_t digest = 0;
 #pragma unroll 1
         for (int i = begin + turn; i < end; i += warps) {
@@ -300,18 +301,16 @@ struct Gather {
             if (exists) {
                 const uint4 gamma = is_inside && p.gamma ? load16(p.gamma + item.unit * 16)
                                                          : make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80);
-                const uint4 product = multiply_bf16(x, gamma);
-                store_relaxed<Scope::device>(pool_at<Tile>(p, item.token, item.unit), product);
+                const uint4 product = U::canonical(multiply_bf16(x, gamma));
+                const auto t = static_cast<std::uint32_t>(item.token), u = static_cast<std::uint32_t>(item.unit);
+                store_relaxed<Scope::device>(pool + (u >> 3) * (pool_block_bytes / 16) + t * 8 + ((u ^ t) & 7), product);
                 if (p.digest && is_inside) digest += digest_of(product, item.token * p.latent_units + item.unit);
             }
 #pragma unroll
             for (int other = 1; other < 32; other *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, other);
             if (lane == 0) {
-                store_relaxed<Scope::device>(reinterpret_cast<std::uint32_t*>(p.pool_squares + i), as_bits(squares));
-            }
-            __syncwarp();
-            if (lane == 0) {
-                fence<Scope::device>();
+                store_relaxed<Scope::device>(pool_squares_of(p, state.slot) + item.token * p.pool_squares_row + item.of_row,
+                                             as_bits(squares));
                 add_relaxed<Scope::device>(pool_count(p, state, item.part), 1u);
             }
         }
@@ -396,11 +395,8 @@ struct Gather {
             const uint4 own = first_own_shared();
             const std::uint32_t digest = fill_pool(state, slot);
             cluster::wait();
-            if (p.rms_norm && thread / 32 == pool_warp) {
-                if (thread % 32 < cta.split()) await_part(cta, state, thread % 32);
-                __syncwarp();
-                add_up_squares(cta, thread % 32);
-            }
+            inspect_tokens(cta, state, thread / 32, threads / 32, thread % 32);
+            if (p.rms_norm && thread / 32 == pool_warp) add_up_squares(cta, state, thread % 32);
             gather_shared(slot, own);
             if (p.digest) add_digest(p, state, digest);
             sync_threads_of(squares_ready, threads + 32);  // the epoch is there
@@ -426,6 +422,7 @@ struct Gather {
 
     LATENT_MOE_DEVICE void finish_call(const State& state, const Slot<Cta>& slot) {
         stamp<Tile>(p, shared_done, thread == 0);
+        if (p.pool) rearm_pool(p, state, threads - 1 - thread, threads);
         rearm(cta, state, threads - 1 - thread, threads);  // other warps first than those that wait for columns
         gather_columns(cta, slot, wait, thread, threads);
         stamp<Tile>(p, columns_came, thread == 0);

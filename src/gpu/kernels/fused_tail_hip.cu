@@ -128,7 +128,7 @@ std::int64_t fused_tail_workspace_bytes(const FusedTailShape& shape) {
     return layout.latents + layout.squares;
 }
 
-cudaError_t reset_fused_tail(void* region, const FusedTailShape& shape, cudaStream_t stream) {
+cudaError_t reset_fused_tail(void* region, void* /*workspace*/, const FusedTailShape& shape, cudaStream_t stream) {
     if (region == nullptr || !valid(shape)) return cudaErrorInvalidValue;
     return launch({.grid = 264, .block = 256, .stream = stream}, reset, static_cast<char*>(region),
                   RegionLayout(shape).bytes());

@@ -201,14 +201,40 @@ LATENT_MOE_DEVICE void gather_columns(const Cta& cta, const Slot<Cta>& slot, Pee
     });
 }
 
+/// [block of 64 columns][row][64 columns, swizzled]: Σ routed · γ.
+LATENT_MOE_DEVICE uint4* pool_of(const Params& p, std::uint32_t slot) {
+    return reinterpret_cast<uint4*>(p.pool + slot * p.pool_slot_bytes);
+}
+/// [row][item]: float32.
+LATENT_MOE_DEVICE std::uint32_t* pool_squares_of(const Params& p, std::uint32_t slot) {
+    return reinterpret_cast<std::uint32_t*>(p.pool + slot * p.pool_slot_bytes + std::int64_t{p.blocks} * pool_block_bytes);
+}
+
+/// Of the slot before `state.slot`, as `rearm`: all rows that the call before may have pooled.
+LATENT_MOE_DEVICE void rearm_pool(const Params& p, const State& state, int thread, int threads) {
+    const std::uint32_t slot = state.slot == 0 ? slots - 1 : state.slot - 1;
+    const std::uint32_t rows = min(state.rows_before(), static_cast<std::uint32_t>(most_pooled_rows)), of_block = rows * 8;
+    const std::uint32_t latents = of_block * p.blocks, all = latents + rows * (p.pool_squares_row / 4);
+    const std::uint32_t share = (all + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share, end = min(begin + share, all);
+#pragma unroll 1
+    for (std::uint32_t i = begin + thread; i < end; i += threads) {
+        if (i < latents) {
+            const std::uint32_t block = i / of_block;
+            store_relaxed<Scope::device>(pool_of(p, slot) + block * (pool_block_bytes / 16) + (i - block * of_block),
+                                         U::sentinel());
+        } else {
+            store_relaxed<Scope::device>(reinterpret_cast<uint4*>(pool_squares_of(p, slot)) + (i - latents),
+                                         make_uint4(no_square, no_square, no_square, no_square));
+        }
+    }
+    if (blockIdx.x == 0 && thread < max_split) store_relaxed<Scope::device>(&head(p).pooled[slot][thread].items, 0u);
+}
+
 /// Re-arms the slot before `state.slot`: each CTA a contiguous range. By `threads` threads of every CTA.
 template <class Cta>
 LATENT_MOE_DEVICE void rearm(const Cta& cta, const State& state, int thread, int threads) {
     const Params& p = cta.p;
     const Slot<Cta> slot(cta, state.slot == 0 ? slots - 1 : state.slot - 1);
-    if (blockIdx.x == 0 && thread < max_split) {
-        store_relaxed<Scope::device>(&head(p).pooled[state.slot == 0 ? slots - 1 : state.slot - 1][thread].items, 0u);
-    }
     const std::uint32_t latents = state.rows_before() * p.latent_units, columns = state.rows_before() * p.column_units;
     const std::uint32_t all = latents + 2 * columns, share = (all + gridDim.x - 1) / gridDim.x;
     const std::uint32_t begin = blockIdx.x * share, end = min(begin + share, all);
@@ -261,6 +287,7 @@ LATENT_MOE_DEVICE void take_part(const Cta& cta, int thread, int threads) {
         keep_protocol(p, epoch, state.rows & 1, thread);
     } else {
         rearm(cta, state, thread - wave, threads - wave);
+        if (p.pool) rearm_pool(p, state, thread - wave, threads - wave);
     }
 }
 

@@ -53,7 +53,10 @@ struct Math {
             if (cta.turns() > 1) mbarrier::init(cta.bar(Barriers::may_send), cta.split());
             if constexpr (Tile::pooled) {
 #pragma unroll
-                for (int i = 0; i < max_token_ring; ++i) mbarrier::init(cta.bar(Barriers::token_full, i), 1);
+                for (int i = 0; i < max_token_ring; ++i) {
+                    mbarrier::init(cta.bar(Barriers::token_full, i), 1);
+                    mbarrier::init(cta.bar(Barriers::token_right, i), inspectors(p, Tile::gather_warps));
+                }
             }
             const int squares = p.rms_norm && !Tile::pooled ? cta.split() * ((p.tokens + 1) / 2) * 8 : 0;
             mbarrier::expect(cta.bar(Barriers::received), parts_received() + squares);
@@ -164,7 +167,10 @@ struct Math {
                 wait_locally(cta.bar(Barriers::full, at.place), at.round & 1);
                 stamp<Tile>(p, last_weights, thread == 0);
                 const std::uint64_t w = swizzled_operand(weights + at.place * Tile::weight_bytes);
-                if constexpr (Tile::pooled) wait_locally(cta.bar(Barriers::token_full, at.token_place), at.token_round & 1);
+                if constexpr (Tile::pooled) {
+                    const int ready = first_time ? Barriers::token_right : Barriers::token_full;
+                    wait_locally(cta.bar(ready, at.token_place), at.token_round & 1);
+                }
                 const std::uint64_t t =
                     swizzled_operand(tokens + (Tile::pooled ? at.token_place : block) * Tile::token_bytes);
                 wgmma_begin();

@@ -38,18 +38,21 @@ struct Tile {
     static constexpr int rows = rows_;      ///< of W
     static constexpr Known known = known_;
 
-    // Roles, in the order of the warps.
-    static constexpr int math_warps = rows / fragment_rows;
-    static constexpr int gather_warps = tokens <= 64 ? 14 : 10;
-    static constexpr int weight_warp = math_warps + gather_warps;
-    static constexpr int protocol_warp = weight_warp + 1;
-    static constexpr int math_threads = math_warps * 32;
-    static constexpr int gather_threads = gather_warps * 32;
-    static constexpr int threads = (protocol_warp + 1) * 32;
-
-    static constexpr int max_ring = max_ring_of(rows);
     /// Latents are summed once a GPU (fused_tail_pool.cuh), not once a cluster.
     static constexpr bool pooled = tokens >= 32;
+
+    // Roles, in the order of the warps.
+    static constexpr int math_warps = rows / fragment_rows;
+    // With the others a multiple of 4, by which registers are shared out.
+    static constexpr int gather_warps = !pooled ? 14 : tokens <= 64 ? 13 : 9;
+    static constexpr int weight_warp = math_warps + gather_warps;
+    static constexpr int protocol_warp = weight_warp + 1;
+    static constexpr int token_warp = protocol_warp + 1;  ///< if pooled
+    static constexpr int math_threads = math_warps * 32;
+    static constexpr int gather_threads = gather_warps * 32;
+    static constexpr int threads = (protocol_warp + 1 + (pooled ? 1 : 0)) * 32;
+
+    static constexpr int max_ring = max_ring_of(rows);
     /// Rows that a thread polls together, if there is one peer.
     static constexpr int gather_at_once = tokens <= 8 ? 2 : tokens <= 32 ? 4 : 6;
 
@@ -97,10 +100,11 @@ struct Barriers {
     static constexpr int empty = full + 8 * 24;      ///< [24] it has been multiplied
     static constexpr int received = empty + 8 * 24;  ///< parts (and, for the first tile, squares) of the whole cluster
     static constexpr int may_send = received + 8;    ///< the cluster has read the parts of the tile before
-    static constexpr int token_full = may_send + 8;  ///< [16] a block of pooled latents has come
-    static constexpr int token_empty = token_full + 8 * max_token_ring;  ///< [16] it has been multiplied
-    static constexpr int epoch = token_empty + 8 * max_token_ring;       ///< word: this call's
-    static constexpr int latent_ready = epoch + 4;                       ///< word, a hint for the weight warp
+    static constexpr int token_full = may_send + 8;  ///< [16] a block of pooled latents has come,
+    static constexpr int token_right = token_full + 8 * max_token_ring;   ///< [16] for the first tile: all of it is right,
+    static constexpr int token_empty = token_right + 8 * max_token_ring;  ///< [16] it has been multiplied
+    static constexpr int epoch = token_empty + 8 * max_token_ring;        ///< word: this call's
+    static constexpr int latent_ready = epoch + 4;                        ///< word, a hint for the weight warp
     static constexpr int bytes = latent_ready + 4;
 };
 static_assert(Barriers::bytes <= at_ring);
@@ -109,9 +113,12 @@ static_assert(Barriers::bytes <= at_ring);
 enum NamedBarrier : int { squares_ready = 1, shared_ready = 2, parts_read = 3, tokens_ready = 4 };
 inline constexpr int max_passes = 8;
 
-/// Of the pool (fused_tail_pool.cuh): units of columns that a warp sums at a time, rows of the largest tile.
+/// Of the pool (fused_tail_pool.cuh): units of columns that a warp sums at a time; rows of the largest tile, for which there
+/// is room whatever the tile; a sum of squares that has not come (a NaN that no arithmetic gives).
 inline constexpr int pool_item_units = 32;
 inline constexpr int most_pooled_rows = 128;
+inline constexpr int pool_block_bytes = most_pooled_rows * PackedLayout::row_bytes;
+inline constexpr std::uint32_t no_square = 0xffffffff;
 
 /// In the order in which the kernel needs them: a line of the constant cache that is first touched late, behind the weight
 /// stream, costs a microsecond: `touch`.
@@ -129,14 +136,15 @@ struct Params {
 
     SharedLayout at;
     bool rms_norm, exchange_shared, release, digest;
-    char* own_region;   ///< in this rank's window
-    char* peer_region;  ///< in the peer's, if there is just one
-    uint4* pool;        ///< Σ routed · γ of all rows, if they are pooled; Σ squares an item
-    float* pool_squares;
-    int pool_items;           ///< of a row in a part of K
-    std::int64_t slot_bytes;  ///< of the region's slots
-    std::int64_t latent_box;  ///< bytes of one mailbox of latents
-    std::int64_t column_box;  ///< bytes of one mailbox of columns
+    char* own_region;              ///< in this rank's window
+    char* peer_region;             ///< in the peer's, if there is just one
+    char* pool;                    ///< its slots
+    std::int64_t pool_slot_bytes;  ///< latents, then squares
+    int pool_items;                ///< of a row in a part of K
+    int pool_squares_row;          ///< floats of a row, at most
+    std::int64_t slot_bytes;       ///< of the region's slots
+    std::int64_t latent_box;       ///< bytes of one mailbox of latents
+    std::int64_t column_box;       ///< bytes of one mailbox of columns
 
     UnitRows routed, shared, out, prefix;
 
