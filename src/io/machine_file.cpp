@@ -12,6 +12,7 @@ namespace latent_moe::io {
 namespace {
 
 constexpr const char* schema = "latent-moe/machine/1";
+constexpr const char* info_schema = "latent-moe/info/1";
 constexpr std::size_t most_bytes = std::size_t{1} << 20;
 constexpr double least_rate = 1e-3;  // bytes or operations a microsecond
 constexpr double most_rate = 1e15;
@@ -54,13 +55,8 @@ auto writing(nlohmann::ordered_json& json) {
     return [&json](const char* name, double value, double, double) { json[name] = value; };
 }
 
-}  // namespace
-
-MachineKind parse_machine(std::string_view text, std::string_view source) {
-    if (text.size() > most_bytes)
-        refuse_file(source, fmt::format("has {} bytes, expected at most {}", text.size(), most_bytes));
-    const nlohmann::json whole = parse_json_object(text, source, "machine");
-    const JsonPart part(source, "machine", whole);
+MachineKind machine_of(const nlohmann::json& value, std::string_view source) {
+    const JsonPart part(source, "machine", value);
     if (part.text("schema") != schema) refuse_file(source, fmt::format("is no machine: expected schema {}", schema));
     MachineKind kind{.name = part.text("name"), .origin = part.text("origin")};
     kind.machine.description = part.text("description");
@@ -80,6 +76,19 @@ MachineKind parse_machine(std::string_view text, std::string_view source) {
         kind.unmeasured.push_back(each.get<std::string>());
     }
     return kind;
+}
+
+}  // namespace
+
+MachineKind parse_machine(std::string_view text, std::string_view source) {
+    if (text.size() > most_bytes)
+        refuse_file(source, fmt::format("has {} bytes, expected at most {}", text.size(), most_bytes));
+    const nlohmann::json whole = parse_json_object(text, source, "machine");
+    const auto found = whole.find("schema");
+    if (found == whole.end() || *found != info_schema) return machine_of(whole, source);
+    const auto machine = whole.find("machine");
+    if (machine == whole.end()) refuse_file(source, "holds no machine: expected JSON of info --measure");
+    return machine_of(*machine, source);
 }
 
 MachineKind read_machine(const std::filesystem::path& path) {
