@@ -1,7 +1,7 @@
 """python -m latent_moe.report FILES… -o report.html: one page that shows what was measured, and needs no network.
 
-FILES are JSON of `latent-moe bench`, `verify` and `tune` and of `scripts/check-cost-model`, and traces of `bench --trace`; the page has a
-section for each.
+FILES are JSON of `latent-moe bench`, `verify` and `tune` and of `scripts/check-cost-model`, and traces of `bench --trace`;
+the page has a section for each.
 Tables hold every figure (exact in the attribute `data-value`), so nothing depends on the drawings or on the script.
 """
 
@@ -473,7 +473,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m latent_moe.report", description="One page that shows what was measured."
     )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON of bench, verify, tune or check-cost-model, or a trace")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="JSON of bench, verify, tune or check-cost-model, or a trace"
+    )
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="HTML", help="the page")
     given = parser.parse_args(arguments)
     try:

@@ -23,8 +23,9 @@ void add_options(CLI::App& app, Arguments& arguments) {
     add_tensor_options(app, arguments, true);
     std::vector<std::string> names;
     for (const MachineKind& kind : known_machines()) names.push_back(kind.name);
-    app.add_option("--machine", arguments.machine,
-                   fmt::format("predict for another machine: a file of `info --measure`, or {} (this one)", fmt::join(names, ", ")))
+    app.add_option(
+           "--machine", arguments.machine,
+           fmt::format("predict for another machine: a file of `info --measure`, or {} (this one)", fmt::join(names, ", ")))
         ->type_name("NAME|FILE")
         ->group("Ranks and schedule");
     add_output_options(app, arguments);
@@ -174,7 +175,8 @@ int execute(const Arguments& arguments, Ranks& ranks) {
 
     if (arguments.machine) {
         if (arguments.tune_table != "auto" && arguments.tune_table != "none")
-            throw Error(StatusCode::invalid_argument, "--machine predicts, and --table holds what was measured: expected one of them");
+            throw Error(StatusCode::invalid_argument,
+                        "--machine predicts, and --table holds what was measured: expected one of them");
         if (!ranks.speaks()) return done;
         const Result predicted = predict(problem, find_machine(*arguments.machine));
         report(output, arguments, problem, predicted);

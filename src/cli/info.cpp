@@ -25,7 +25,8 @@ void add_options(CLI::App& app, Arguments& arguments) {
     add_rank_options(app, arguments);
     add_tokens_option(app, arguments, "8192");
     add_context_options(app, arguments);
-    app.add_flag("--measure", arguments.measure, "measure the constants that the cost model goes by, on all ranks together (Kimi-K3's shape)")
+    app.add_flag("--measure", arguments.measure,
+                 "measure the constants that the cost model goes by, on all ranks together (Kimi-K3's shape)")
         ->group("Measurement");
     add_repeats_option(app, arguments);
     add_output_options(app, arguments);
@@ -81,21 +82,26 @@ void report_machine(Output& output, const MeasuredMachine& measured) {
     const Machine& machine = measured.kind.machine;
     const auto told = [&](const char* name) {
         const std::vector<std::string>& unmeasured = measured.kind.unmeasured;
-        return std::find(unmeasured.begin(), unmeasured.end(), name) == unmeasured.end() ? "measured" : "NOT measured, assumed";
+        return std::find(unmeasured.begin(), unmeasured.end(), name) == unmeasured.end() ? "measured"
+                                                                                         : "NOT measured, assumed";
     };
     output.line("constants of one rank of {}, {}", machine.description, measured.kind.origin);
     output.line("  memory: {} ({})", rate_text(machine.memory_bytes_per_us), told("memory_bytes_per_us"));
     output.line("  arithmetic: {:.4g} Gflop/s ({})", machine.flops_per_us / 1e3, told("flops_per_us"));
     output.line("  launch: {} us ({})", us_text(machine.launch_us), told("launch_us"));
-    output.line("  hop: {} us; collective: {} us ({})", us_text(machine.hop_us), us_text(machine.collective_us), told("hop_us"));
+    output.line("  hop: {} us; collective: {} us ({})", us_text(machine.hop_us), us_text(machine.collective_us),
+                told("hop_us"));
     output.line("  wire: {} a direction ({})", rate_text(machine.wire_bytes_per_us), told("wire_bytes_per_us"));
-    output.line("  what the backend's kernels reach of these (\"reached\" in the JSON) is as the backend knows it, not measured here");
+    output.line(
+        "  what the backend's kernels reach of these (\"reached\" in the JSON) is as the backend knows it, not measured "
+        "here");
 }
 
 Json to_json(const MeasuredMachine& measured) {
     Json json = Json::parse(io::machine_text(measured.kind));
     const MachineTimes& times = measured.times;
-    json["timed_us"] = {{"product_wide", times.wide_us}, {"product_narrow", times.narrow_us}, {"product_large", times.large_us}};
+    json["timed_us"] = {
+        {"product_wide", times.wide_us}, {"product_narrow", times.narrow_us}, {"product_large", times.large_us}};
     if (times.few_us > 0) {
         json["timed_us"]["all_reduce_few"] = times.few_us;
         json["timed_us"]["all_reduce_many"] = times.many_us;

@@ -42,8 +42,7 @@ public:
             for (int layer = 0; layer < layers; ++layer) {
                 WeightView view = drawn.view();
                 view.rows = rows;
-                view.data =
-                    static_cast<const std::byte*>(view.data) + layer * rows_between_layers * drawn.rows.row_bytes();
+                view.data = static_cast<const std::byte*>(view.data) + layer * rows_between_layers * drawn.rows.row_bytes();
                 context_.add_layer(layer, view, drawn.gamma_data());
             }
         });
@@ -184,17 +183,19 @@ MeasuredMachine measure_machine(const Arguments& arguments, const Problem& probl
     const MachineProbes& probes = measured.probes;
     const int narrow_layers = static_cast<int>(layers * problem.shape.hidden / probes.narrow_hidden);  // as many bytes
     if (problem.shape.hidden % problem.world != 0) {
-        throw Error(StatusCode::unsupported, fmt::format("hidden {} is not divisible by {} ranks, so no rank owns a column slice",
-                                                         problem.shape.hidden, problem.world));
+        throw Error(StatusCode::unsupported,
+                    fmt::format("hidden {} is not divisible by {} ranks, so no rank owns a column slice",
+                                problem.shape.hidden, problem.world));
     }
     const std::unique_ptr<Device> device = make_device(problem.options, bootstrap);
     progress.say("drawing weights");
     LayerWeights drawn;
     agreed(bootstrap, "drawing weights", [&] {
         WeightSource source(problem.shape, problem.shape.activations, arguments.seed);
-        drawn = source.load(0, {0, std::max(problem.shape.hidden + rows_between_layers * problem.world * (layers - 1),
-                                    probes.narrow_hidden + rows_between_layers * problem.world * (narrow_layers - 1)) /
-                               problem.world});
+        drawn =
+            source.load(0, {0, std::max(problem.shape.hidden + rows_between_layers * problem.world * (layers - 1),
+                                        probes.narrow_hidden + rows_between_layers * problem.world * (narrow_layers - 1)) /
+                                   problem.world});
     });
 
     Capabilities capabilities;
@@ -225,12 +226,13 @@ MeasuredMachine measure_machine(const Arguments& arguments, const Problem& probl
     }
 
     measured.probes.weight_element_bytes = capabilities.weight_element_bytes;
-    const MachineKind assumed{.name = "measured",
-                              .origin = fmt::format("measured by info --measure, {} ranks, hidden {}, latent {}, {}", problem.world,
-                                                    problem.shape.hidden, problem.shape.latent, name(problem.shape.activations)),
-                              .machine = capabilities.machine,
-                              .linked_ranks = problem.world,
-                              .fused = capabilities.fused || (problem.world == 1 && !on_cpu)};
+    const MachineKind assumed{
+        .name = "measured",
+        .origin = fmt::format("measured by info --measure, {} ranks, hidden {}, latent {}, {}", problem.world,
+                              problem.shape.hidden, problem.shape.latent, name(problem.shape.activations)),
+        .machine = capabilities.machine,
+        .linked_ranks = problem.world,
+        .fused = capabilities.fused || (problem.world == 1 && !on_cpu)};
     measured.kind = machine_from(measured.times, measured.probes, assumed);
     return measured;
 }

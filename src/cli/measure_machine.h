@@ -1,8 +1,9 @@
 // `info --measure`: the constants of core/machine.h, from what the tail's own public parts take here.
 //
 // Cold products of few tokens with a wide and a narrow W_up: what the wider one takes longer is memory, what is left of the
-// narrow one is the launch. A product of many tokens: arithmetic. All-reduce + norm of one token: the hops there and back; of
-// many: the wire. What cannot be told (no peers, peers on the same device, noise) stays as the backend assumes it, by name.
+// narrow one is the launch. A product of many tokens: arithmetic. All-reduce + norm of one token: the hops there and back;
+// of many: the wire. What cannot be told (no peers, peers on the same device, noise) stays as the backend assumes it, by
+// name.
 #pragma once
 
 #include "cli/output.h"

@@ -43,8 +43,9 @@ void add_options(CLI::App& app, Arguments& arguments) {
         ->check(CLI::Range(0.0, 86400.0))
         ->type_name("SECONDS")
         ->group("Measurement");
-    app.add_option("--verify", arguments.verify,
-                   "then, at so many numbers of tokens in between, compare the tail that the table chooses with the fastest (0)")
+    app.add_option(
+           "--verify", arguments.verify,
+           "then, at so many numbers of tokens in between, compare the tail that the table chooses with the fastest (0)")
         ->check(CLI::Range(0, 1000))
         ->type_name("N")
         ->group("Measurement");
@@ -250,9 +251,8 @@ Json to_json(const Tuned& tuned, const std::vector<Crossover>& changes) {
         json["crossovers"].push_back({{"from_tokens", change.from}, {"tail", name(change.tail)}});
     json["seconds"] = tuned.seconds;
     if (!tuned.verified.empty()) {
-        json["verified"] = {{"allowed_ratio", verified_ratio},
-                            {"within", count_good(tuned.verified)},
-                            {"rows", Json::array()}};
+        json["verified"] = {
+            {"allowed_ratio", verified_ratio}, {"within", count_good(tuned.verified)}, {"rows", Json::array()}};
         for (const Verified& each : tuned.verified) {
             json["verified"]["rows"].push_back({{"tokens", each.tokens},
                                                 {"chosen", name(each.chosen)},

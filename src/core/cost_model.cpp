@@ -29,7 +29,9 @@ public:
     /// One-way trips that wait for one another.
     double hops(double count) const noexcept { return call_.world > 1 ? count * machine_.hop_us : 0; }
     /// Exchanges one after another: there and back.
-    double exchanges(double count) const noexcept { return call_.world > 1 ? count * machine_.collective_us + hops(2 * count) : 0; }
+    double exchanges(double count) const noexcept {
+        return call_.world > 1 ? count * machine_.collective_us + hops(2 * count) : 0;
+    }
     double wire(double bytes, double reached) const noexcept { return bytes / (reached * machine_.wire_bytes_per_us); }
     /// Two things that go on side by side take from one another.
     double together(double a, double b) const noexcept {

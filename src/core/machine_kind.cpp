@@ -42,7 +42,8 @@ MachineKind like_h200(const char* name, const char* device, const Sheet& sheet) 
     MachineKind kind = h200();
     kind.name = name;
     kind.origin = fmt::format(
-        "from its data sheet ({} TB/s, {} Tflop/s dense bf16, {} GB/s a direction), of which it is taken to reach what an H200 "
+        "from its data sheet ({} TB/s, {} Tflop/s dense bf16, {} GB/s a direction), of which it is taken to reach what an "
+        "H200 "
         "did of its own, with an H200's hop and launch",
         sheet.memory_tb_per_s, sheet.bf16_tflop_per_s, sheet.gb_per_s);
     Machine& machine = kind.machine;
@@ -64,10 +65,11 @@ MachineKind amd(const char* name, const char* device, const Sheet& sheet) {
     const Machine::Reached of_h200 = h200().machine.reached;
     const double link = link_part * sheet.gb_per_s * 1e3;
     return {.name = name,
-            .origin = fmt::format("from its data sheet ({} TB/s, {} Tflop/s dense bf16, {} GB/s a direction to each peer), of which it "
-                                  "is taken to reach {:.0f}, {:.0f} and {:.0f} %; hop and launch are guesses",
-                                  sheet.memory_tb_per_s, sheet.bf16_tflop_per_s, sheet.gb_per_s, 100 * memory_part,
-                                  100 * flops_part, 100 * link_part),
+            .origin = fmt::format(
+                "from its data sheet ({} TB/s, {} Tflop/s dense bf16, {} GB/s a direction to each peer), of which it "
+                "is taken to reach {:.0f}, {:.0f} and {:.0f} %; hop and launch are guesses",
+                sheet.memory_tb_per_s, sheet.bf16_tflop_per_s, sheet.gb_per_s, 100 * memory_part, 100 * flops_part,
+                100 * link_part),
             .machine = {.description = device,
                         .memory_bytes_per_us = memory_part * sheet.memory_tb_per_s * 1e6,
                         .flops_per_us = flops_part * sheet.bf16_tflop_per_s * 1e6,

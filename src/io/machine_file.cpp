@@ -98,7 +98,8 @@ MachineKind read_machine(const std::filesystem::path& path) {
 
 std::string machine_text(const MachineKind& kind) {
     using Json = nlohmann::ordered_json;
-    Json json = {{"schema", schema}, {"name", kind.name}, {"origin", kind.origin}, {"description", kind.machine.description}};
+    Json json = {
+        {"schema", schema}, {"name", kind.name}, {"origin", kind.origin}, {"description", kind.machine.description}};
     for_each_constant(kind.machine, writing(json));
     json["reached"] = Json::object();
     for_each_part(kind.machine.reached, writing(json["reached"]));

@@ -10,11 +10,8 @@
 namespace latent_moe::cli {
 namespace {
 
-constexpr MachineProbes probes{.shape = {.hidden = 7168, .latent = 3584},
-                               .world = 2,
-                               .narrow_hidden = 1792,
-                               .large_tokens = 4096,
-                               .many_tokens = 1024};
+constexpr MachineProbes probes{
+    .shape = {.hidden = 7168, .latent = 3584}, .world = 2, .narrow_hidden = 1792, .large_tokens = 4096, .many_tokens = 1024};
 
 MachineKind assumed() {
     MachineKind kind = *known_machine("h200");
@@ -66,7 +63,8 @@ TEST(MeasuredMachine, KeepsWhatIsAssumedOfLinksWhereThereAreNone) {
     const MachineKind found = machine_from(times, probes, assumed());
     EXPECT_EQ(found.machine.hop_us, 77);
     EXPECT_EQ(found.machine.wire_bytes_per_us, 1);
-    for (const char* name : {"hop_us", "collective_us", "wire_bytes_per_us"}) EXPECT_TRUE(is_unmeasured(found, name)) << name;
+    for (const char* name : {"hop_us", "collective_us", "wire_bytes_per_us"})
+        EXPECT_TRUE(is_unmeasured(found, name)) << name;
     EXPECT_FALSE(is_unmeasured(found, "memory_bytes_per_us"));
 }
 

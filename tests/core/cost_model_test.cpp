@@ -55,10 +55,12 @@ TEST(CostModel, SaysWhatWasMeasuredOnTwoH200) {
         double measured_us;
     };
     const std::vector<Point> points = {
-        {Tail::replicated, 1, 24.2},         {Tail::replicated, 256, 55.6},    {Tail::replicated, 4096, 632.3},
-        {Tail::overlap, 1, 22.1},            {Tail::overlap, 256, 56.7},       {Tail::overlap, 4096, 692.6},
-        {Tail::column_parallel, 1, 14.8},    {Tail::column_parallel, 64, 22.2}, {Tail::column_parallel, 256, 45.9},
-        {Tail::column_parallel, 4096, 425.5}, {Tail::token_parallel, 1, 28.7}, {Tail::token_parallel, 256, 61.2},
+        {Tail::replicated, 1, 24.2},         {Tail::replicated, 256, 55.6},
+        {Tail::replicated, 4096, 632.3},     {Tail::overlap, 1, 22.1},
+        {Tail::overlap, 256, 56.7},          {Tail::overlap, 4096, 692.6},
+        {Tail::column_parallel, 1, 14.8},    {Tail::column_parallel, 64, 22.2},
+        {Tail::column_parallel, 256, 45.9},  {Tail::column_parallel, 4096, 425.5},
+        {Tail::token_parallel, 1, 28.7},     {Tail::token_parallel, 256, 61.2},
         {Tail::token_parallel, 4096, 509.8},
     };
     for (const Point& point : points) {
@@ -104,7 +106,8 @@ TEST(CostModel, CountsWhatCrossesTheWire) {
 }
 
 TEST(CostModel, OfOneRankIsItsOperationsAndItsProductAlone) {
-    const Machine plain{.memory_bytes_per_us = 1e6, .flops_per_us = 1e12, .wire_bytes_per_us = 1, .hop_us = 1e9, .launch_us = 3};
+    const Machine plain{
+        .memory_bytes_per_us = 1e6, .flops_per_us = 1e12, .wire_bytes_per_us = 1, .hop_us = 1e9, .launch_us = 3};
     const double bytes = 2.0 * 7168 * 3584 + 2.0 * (3584 + 2 * 7168);
     EXPECT_NEAR(expected_us(Tail::replicated, call(1, 1), plain), 2 * 3 + bytes / 1e6, 1e-3);
 }

@@ -200,7 +200,14 @@ def test_accuracy_stages_and_tables_of_times(tmp_path: Path) -> None:
 
 def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     points = [
-        {"tail": "fused", "dependent_launch": early, "tokens": 16, "measured_us": us, "model_us": 10.0, "error": 10.0 / us - 1}
+        {
+            "tail": "fused",
+            "dependent_launch": early,
+            "tokens": 16,
+            "measured_us": us,
+            "model_us": 10.0,
+            "error": 10.0 / us - 1,
+        }
         for early, us in ((False, 11.1), (True, 9.7))
     ]
     model = {"schema": "latent-moe/model/1", "machine": "h200", "median": 0.065, "worst": 0.099}
