@@ -46,10 +46,12 @@ public:
         return together((weights + activations) / machine_.memory_bytes_per_us,
                         2 * tokens * hidden * latent * share / machine_.flops_per_us);
     }
-    /// Every tile of the rank's columns reads the latents of every rank.
+    /// Whether the fused tail sums the latents once a device.
+    bool pools() const noexcept { return call_.tokens >= machine_.reached.pooled_from_tokens; }
+    /// Every tile of the rank's columns reads the latents: their sum, or those of every rank.
     double gathering() const noexcept {
         const double tiles = std::ceil(static_cast<double>(call_.shape.hidden) / ranks() / tile_columns);
-        return tiles * ranks() * latents() / (machine_.reached.gathering * machine_.memory_bytes_per_us);
+        return tiles * (pools() ? 1 : ranks()) * latents() / (machine_.reached.gathering * machine_.memory_bytes_per_us);
     }
 
 private:
@@ -121,8 +123,9 @@ double expected_us(Tail tail, const CostedCall& call, const Machine& machine) no
         case Tail::late_reduce:
             return t.launches(2) + t.exchanges(1) + t.product(1, t.rows()) + t.wire(wire_bytes, reached.all_reduce);
         case Tail::fused:
-            // The first hop and the wire pass under the weights; what comes last is the hop of the finished columns.
-            return (call.starts_early ? t.early_launches(1) : t.launches(1)) + t.hops(1) +
+            // The first hop and the wire pass under the weights; what comes last is the hop of the finished columns. Where
+            // latents are pooled, one more waits for the pool.
+            return (call.starts_early ? t.early_launches(1) : t.launches(1)) + t.hops(t.pools() ? 2 : 1) +
                    std::max(t.together(t.product(1 / t.ranks(), t.rows()), t.gathering()), t.wire(wire_bytes, 1));
     }
     return 0;

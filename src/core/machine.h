@@ -28,6 +28,9 @@ struct Machine {
         double gathering = 1;       ///< of the memory, the fused tail's tiles that read the latents again, from the cache
         std::int64_t early_tokens = max_tokens_limit;  ///< most tokens whose product starts before its predecessor ends
 
+        /// From so many tokens on the fused tail sums the latents once a device, not once a tile.
+        std::int64_t pooled_from_tokens = max_tokens_limit + 1;
+
         bool operator==(const Reached&) const = default;
     } reached;
 

@@ -32,7 +32,8 @@ MachineKind h200() {
                                     .scatter_gather = 0.60,
                                     .side_lane = 0.43,
                                     .gathering = 0.32,
-                                    .early_tokens = 64},
+                                    .early_tokens = 64,
+                                    .pooled_from_tokens = 17},
                         .best = {.flops_per_us = 790e6, .wire_bytes_per_us = 369e3, .hop_us = 0.67, .launch_us = 0.51}},
             .linked_ranks = 8};
 }

@@ -64,6 +64,7 @@ MachineKind machine_of(const nlohmann::json& value, std::string_view source) {
     const JsonPart reached = part.part("reached");
     for_each_part(kind.machine.reached, reading(reached));
     kind.machine.reached.early_tokens = reached.whole("early_tokens", 0, max_tokens_limit);
+    kind.machine.reached.pooled_from_tokens = reached.whole("pooled_from_tokens", 0, max_tokens_limit + 1);
     for_each_best(kind.machine.best, reading(part.part("best")));
     kind.link_bytes_per_us = part.real("link_bytes_per_us", 0, most_rate);
     kind.linked_ranks = static_cast<int>(part.whole("linked_ranks", 1, max_world));
@@ -104,6 +105,7 @@ std::string machine_text(const MachineKind& kind) {
     json["reached"] = Json::object();
     for_each_part(kind.machine.reached, writing(json["reached"]));
     json["reached"]["early_tokens"] = kind.machine.reached.early_tokens;
+    json["reached"]["pooled_from_tokens"] = kind.machine.reached.pooled_from_tokens;
     json["best"] = Json::object();
     for_each_best(kind.machine.best, writing(json["best"]));
     json["link_bytes_per_us"] = kind.link_bytes_per_us;

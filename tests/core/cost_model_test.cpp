@@ -69,13 +69,22 @@ TEST(CostModel, SaysWhatWasMeasuredOnTwoH200) {
     const auto fused = [](std::int64_t tokens, bool early) {
         CostedCall costed = call(tokens);
         costed.starts_early = early;
-        return expected_us(Tail::fused, costed, h200());
+        Machine machine = h200();
+        machine.reached.pooled_from_tokens = max_tokens_limit + 1;  // as the kernel was
+        return expected_us(Tail::fused, costed, machine);
     };
     EXPECT_NEAR(fused(1, true) / 7.97, 1, 0.15);
     EXPECT_NEAR(fused(16, true) / 9.7, 1, 0.15);
     EXPECT_NEAR(fused(128, true) / 44.7, 1, 0.15);
     EXPECT_NEAR(fused(1, false) / 9.53, 1, 0.15);
     EXPECT_NEAR(fused(16, false) / 11.1, 1, 0.15);
+}
+
+TEST(CostModel, OfTheFusedTailReadsTheSumOfTheLatentsWhereTheyArePooled) {
+    Machine apart = h200();
+    apart.reached.pooled_from_tokens = max_tokens_limit + 1;
+    EXPECT_EQ(us(Tail::fused, 16), expected_us(Tail::fused, call(16), apart));
+    EXPECT_LT(us(Tail::fused, 128), 0.7 * expected_us(Tail::fused, call(128), apart));
 }
 
 TEST(CostModel, NeverPromisesLessThanTheFloor) {

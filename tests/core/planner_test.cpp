@@ -97,10 +97,10 @@ TEST(Plan, ObeysAUsersTokenLimitAgainstTheCosts) {
 TEST(Plan, LeavesTheFusedTailWhereItNoLongerPaysThoughTheCapacityGoesOn) {
     Capabilities h200 = capable();
     h200.machine = known_machine("h200")->of(2);
-    const Planner planner(k3, 2, {}, h200);
+    const Planner planner(k3, 2, {.capacity_tokens = 1024}, h200);
     EXPECT_EQ(planner.choose(16), Tail::fused);
-    EXPECT_EQ(planner.refusal(Tail::fused, 128), "");
-    EXPECT_NE(planner.choose(128), Tail::fused);
+    EXPECT_EQ(planner.refusal(Tail::fused, 1024), "");
+    EXPECT_NE(planner.choose(1024), Tail::fused);
 }
 
 TEST(Plan, AsksTheGroupThatIsReducedOver) {
