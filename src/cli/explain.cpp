@@ -8,6 +8,7 @@
 #include "core/cost_model.h"
 #include "core/machine_kind.h"
 #include "core/planner.h"
+#include "gpu/known_devices.h"
 #include "io/machine_file.h"
 #include "latent_moe/status.h"
 
@@ -22,7 +23,7 @@ void add_options(CLI::App& app, Arguments& arguments) {
     add_context_options(app, arguments);
     add_tensor_options(app, arguments, true);
     std::vector<std::string> names;
-    for (const MachineKind& kind : known_machines()) names.push_back(kind.name);
+    for (const MachineKind& kind : gpu::known_devices()) names.push_back(kind.name);
     app.add_option(
            "--machine", arguments.machine,
            fmt::format("predict for another machine: a file of `info --measure`, or {} (this one)", fmt::join(names, ", ")))
@@ -62,7 +63,7 @@ Json predictions(const Problem& problem, const MachineKind& kind) {
 }
 
 MachineKind find_machine(const std::string& asked) {
-    if (std::optional<MachineKind> known = known_machine(asked)) return *std::move(known);
+    if (std::optional<MachineKind> known = gpu::known_device(asked)) return *std::move(known);
     return io::read_machine(asked);
 }
 

@@ -2,9 +2,7 @@
 // holds.
 #pragma once
 
-#include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "core/machine.h"
@@ -25,9 +23,5 @@ struct MachineKind {
     /// One rank of `world`.
     Machine of(int world) const;
 };
-
-/// Those that are built in: an H200 as measured, others from their data sheets.
-const std::vector<MachineKind>& known_machines();
-std::optional<MachineKind> known_machine(std::string_view name);
 
 }  // namespace latent_moe

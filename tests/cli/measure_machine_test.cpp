@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "core/cost_model.h"
+#include "gpu/known_devices.h"
 
 namespace latent_moe::cli {
 namespace {
@@ -14,7 +14,7 @@ constexpr MachineProbes probes{
     .shape = {.hidden = 7168, .latent = 3584}, .world = 2, .narrow_hidden = 1792, .large_tokens = 4096, .many_tokens = 1024};
 
 MachineKind assumed() {
-    MachineKind kind = *known_machine("h200");
+    MachineKind kind = *gpu::known_device("h200");
     kind.machine.memory_bytes_per_us = 1;
     kind.machine.flops_per_us = 1;
     kind.machine.wire_bytes_per_us = 1;
@@ -47,7 +47,7 @@ MachineTimes times_on(const Machine& machine) {
 }
 
 TEST(MeasuredMachine, IsTheOneThatTheTimesAreOf) {
-    const Machine truth = known_machine("h200")->machine;
+    const Machine truth = gpu::known_device("h200")->machine;
     const MachineKind found = machine_from(times_on(truth), probes, assumed());
     EXPECT_NEAR(found.machine.memory_bytes_per_us / truth.memory_bytes_per_us, 1, 0.01);
     EXPECT_NEAR(found.machine.flops_per_us / truth.flops_per_us, 1, 0.01);
@@ -58,7 +58,7 @@ TEST(MeasuredMachine, IsTheOneThatTheTimesAreOf) {
 }
 
 TEST(MeasuredMachine, KeepsWhatIsAssumedOfLinksWhereThereAreNone) {
-    MachineTimes times = times_on(known_machine("h200")->machine);
+    MachineTimes times = times_on(gpu::known_device("h200")->machine);
     times.few_us = times.many_us = 0;
     const MachineKind found = machine_from(times, probes, assumed());
     EXPECT_EQ(found.machine.hop_us, 77);
@@ -69,7 +69,7 @@ TEST(MeasuredMachine, KeepsWhatIsAssumedOfLinksWhereThereAreNone) {
 }
 
 TEST(MeasuredMachine, SaysSoWhereALaunchIsLostInTheNoise) {
-    MachineTimes times = times_on(known_machine("h200")->machine);
+    MachineTimes times = times_on(gpu::known_device("h200")->machine);
     times.wide_us = 400;  // four times the bytes, five times as long: part of the narrow one came from a cache
     times.narrow_us = 80;
     MachineKind before = assumed();

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <vector>
 
-#include "core/machine_kind.h"
+#include "gpu/known_devices.h"
 
 namespace latent_moe {
 namespace {
@@ -15,7 +15,7 @@ namespace {
 constexpr Shape k3{.hidden = 7168, .latent = 3584};
 
 Machine h200(int world = 2) {
-    return known_machine("h200")->of(world);
+    return gpu::known_device("h200")->of(world);
 }
 
 CostedCall call(std::int64_t tokens, int world = 2) {
@@ -121,24 +121,25 @@ TEST(CostModel, OfOneRankIsItsOperationsAndItsProductAlone) {
     EXPECT_NEAR(expected_us(Tail::replicated, call(1, 1), plain), 2 * 3 + bytes / 1e6, 1e-3);
 }
 
-TEST(KnownMachines, AreRatesOfTheirSheetsAndSayWhereTheyComeFrom) {
-    const MachineKind measured = *known_machine("h200");
+TEST(KnownDevices, AreRatesOfTheirSheetsAndSayWhereTheyComeFrom) {
+    const MachineKind measured = *gpu::known_device("h200");
     EXPECT_EQ(measured.origin.find("data sheet"), std::string::npos);
-    for (const MachineKind& kind : known_machines()) {
+    for (const MachineKind& kind : gpu::known_devices()) {
         if (kind.name != "h200") {
             EXPECT_NE(kind.origin.find("from its data sheet"), std::string::npos) << kind.name;
         }
     }
-    EXPECT_NEAR(known_machine("b200")->machine.memory_bytes_per_us / measured.machine.memory_bytes_per_us, 8 / 4.8, 1e-9);
-    EXPECT_NEAR(known_machine("h100")->machine.wire_bytes_per_us, measured.machine.wire_bytes_per_us, 1e-9);
-    EXPECT_FALSE(known_machine("h300").has_value());
+    EXPECT_NEAR(gpu::known_device("b200")->machine.memory_bytes_per_us / measured.machine.memory_bytes_per_us, 8 / 4.8,
+                1e-9);
+    EXPECT_NEAR(gpu::known_device("h100")->machine.wire_bytes_per_us, measured.machine.wire_bytes_per_us, 1e-9);
+    EXPECT_FALSE(gpu::known_device("h300").has_value());
 }
 
-TEST(KnownMachines, HaveALinkToEveryPeerOrOneWireForAll) {
-    const MachineKind mesh = *known_machine("mi300x");
+TEST(KnownDevices, HaveALinkToEveryPeerOrOneWireForAll) {
+    const MachineKind mesh = *gpu::known_device("mi300x");
     EXPECT_NEAR(mesh.of(2).wire_bytes_per_us * 7, mesh.of(8).wire_bytes_per_us, 1e-6);
     EXPECT_EQ(mesh.of(16).wire_bytes_per_us, mesh.of(8).wire_bytes_per_us);  // there are no more links
-    EXPECT_EQ(known_machine("h200")->of(2), known_machine("h200")->of(8));
+    EXPECT_EQ(gpu::known_device("h200")->of(2), gpu::known_device("h200")->of(8));
 }
 
 TEST(Machines, GiveEachOfTheRanksOnOneDeviceItsPart) {

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "core/machine_kind.h"
+#include "gpu/known_devices.h"
 #include "latent_moe/status.h"
 
 namespace latent_moe {
@@ -96,7 +96,7 @@ TEST(Plan, ObeysAUsersTokenLimitAgainstTheCosts) {
 
 TEST(Plan, LeavesTheFusedTailWhereItNoLongerPaysThoughTheCapacityGoesOn) {
     Capabilities h200 = capable();
-    h200.machine = known_machine("h200")->of(2);
+    h200.machine = gpu::known_device("h200")->of(2);
     const Planner planner(k3, 2, {.capacity_tokens = 1024}, h200);
     EXPECT_EQ(planner.choose(16), Tail::fused);
     EXPECT_EQ(planner.refusal(Tail::fused, 1024), "");

@@ -1,5 +1,5 @@
-// parse_machine over arbitrary text: it returns or throws Error in one line, what it returns gives every tail a finite time and
-// is written so that it reads the same again.
+// parse_machine over arbitrary text: it returns or throws Error in one line, what it returns gives every tail a finite time
+// and is written so that it reads the same again.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -20,9 +20,9 @@ void require(bool holds) {
 void predict_for(const latent_moe::MachineKind& kind) {
     for (const int world : {1, 2, 16}) {
         for (int tail = 0; tail < latent_moe::tail_count; ++tail) {
-            const double us = latent_moe::expected_us(static_cast<latent_moe::Tail>(tail),
-                                                      {.shape = {.hidden = 7168, .latent = 3584}, .world = world, .tokens = 65536},
-                                                      kind.of(world));
+            const double us = latent_moe::expected_us(
+                static_cast<latent_moe::Tail>(tail),
+                {.shape = {.hidden = 7168, .latent = 3584}, .world = world, .tokens = 65536}, kind.of(world));
             require(std::isfinite(us) && us >= 0);
         }
     }

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "gpu/known_devices.h"
 #include "io/files.h"
 #include "latent_moe/status.h"
 
@@ -13,21 +14,21 @@ namespace latent_moe::io {
 namespace {
 
 TEST(MachineFile, ReadsBackWhatItWroteBitForBit) {
-    for (MachineKind kind : known_machines()) {
+    for (MachineKind kind : gpu::known_devices()) {
         kind.machine.hop_us = 1.0 / 3;
         kind.unmeasured = {"hop_us", "wire_bytes_per_us"};
         EXPECT_EQ(parse_machine(machine_text(kind), "m.json"), kind);
     }
     const TemporaryFolder folder;
-    std::ofstream(folder / "m.json") << machine_text(known_machines().front());
-    EXPECT_EQ(read_machine(folder / "m.json"), known_machines().front());
+    std::ofstream(folder / "m.json") << machine_text(gpu::known_devices().front());
+    EXPECT_EQ(read_machine(folder / "m.json"), gpu::known_devices().front());
 }
 
 TEST(MachineFile, IgnoresFieldsOfLaterVersions) {
-    auto json = nlohmann::json::parse(machine_text(known_machines().front()));
+    auto json = nlohmann::json::parse(machine_text(gpu::known_devices().front()));
     json["weather"] = "fine";
     json["reached"]["weather"] = 1;
-    EXPECT_EQ(parse_machine(json.dump(), "m.json"), known_machines().front());
+    EXPECT_EQ(parse_machine(json.dump(), "m.json"), gpu::known_devices().front());
 }
 
 TEST(MachineFile, RefusesWhatIsBrokenAndNamesThePlace) {
@@ -53,7 +54,7 @@ TEST(MachineFile, RefusesWhatIsBrokenAndNamesThePlace) {
         {"/unmeasured/0", 3, "unmeasured holds"},
     };
     for (const Broken& broken : all) {
-        MachineKind kind = known_machines().front();
+        MachineKind kind = gpu::known_devices().front();
         kind.unmeasured = {"hop_us"};
         auto json = nlohmann::json::parse(machine_text(kind));
         json[nlohmann::json::json_pointer(broken.pointer)] = broken.value;

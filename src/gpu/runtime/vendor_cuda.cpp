@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "core/machine_kind.h"
+#include "gpu/known_devices.h"
 #include "gpu/runtime/check.h"
 #include "gpu/runtime/vendor.h"
 
@@ -89,7 +89,7 @@ Machine cost_constants(int device, int sharing, int world) {
     const double multiprocessors = properties.multiProcessorCount / 132.0;
     const double memory = static_cast<double>(attribute(cudaDevAttrGlobalMemoryBusWidth, device)) *
                           static_cast<double>(attribute(cudaDevAttrMemoryClockRate, device)) / (6144.0 * 3.201e6);
-    Machine machine = known_machine("h200")->of(world);
+    Machine machine = known_device("h200")->of(world);
     machine.memory_bytes_per_us *= memory;
     machine.flops_per_us *= multiprocessors;
     machine.best.flops_per_us *= multiprocessors;

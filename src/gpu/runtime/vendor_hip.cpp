@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/machine_kind.h"
 #include "gpu/kernels/fused_tail.h"
+#include "gpu/known_devices.h"
 #include "gpu/runtime/check.h"
 #include "gpu/runtime/hip_loader.h"
 #include "gpu/runtime/vendor.h"
@@ -81,7 +81,7 @@ std::int64_t one_stage_bytes(int world) {
 
 Machine cost_constants(int device, int sharing, int world) {
     const std::string here = architecture_of(device);
-    Machine machine = known_machine(kind_of(here))->of(world).shared_by(sharing);
+    Machine machine = known_device(kind_of(here))->of(world).shared_by(sharing);
     machine.description = fmt::format("{} ({}, from its data sheet){}", properties_of(device).name, here,
                                       sharing > 1 ? fmt::format(" shared by {} ranks", sharing) : "");
     return machine;
