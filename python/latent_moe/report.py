@@ -1,6 +1,7 @@
 """python -m latent_moe.report FILES… -o report.html: one page that shows what was measured, and needs no network.
 
-FILES are JSON of `latent-moe bench`, `verify` and `tune`, and traces of `bench --trace`; the page has a section for each.
+FILES are JSON of `latent-moe bench`, `verify` and `tune` and of `scripts/check-cost-model`, and traces of `bench --trace`;
+the page has a section for each.
 Tables hold every figure (exact in the attribute `data-value`), so nothing depends on the drawings or on the script.
 """
 
@@ -358,6 +359,52 @@ def tune_section(data: dict[str, Any]) -> str:
     if changes:
         told = "; ".join(f"from {change['from_tokens']} tokens {escaped(change['tail'])}" for change in changes)
         out.append(f"<p>Plan: {told}.</p>")
+    if data.get("verified"):
+        lines = [
+            (
+                "",
+                str(row["tokens"]),
+                [
+                    cell(row["chosen"]),
+                    cell(row["chosen_us"]),
+                    cell(row["best"]),
+                    cell(row["best_us"]),
+                    cell(row["ratio"], row["ratio"] > data["verified"]["allowed_ratio"]),
+                ],
+            )
+            for row in data["verified"]["rows"]
+        ]
+        out.append(
+            table(
+                "The tail that the table chooses, at numbers of tokens that it does not hold (bold: beyond what is allowed)",
+                ["tokens", "chosen", "µs", "fastest", "µs", "ratio"],
+                lines,
+                "verified",
+            )
+        )
+    return "".join(out)
+
+
+def model_section(data: dict[str, Any]) -> str:
+    """What the cost model expected, beside what was measured."""
+    out = [
+        f"<p>Constants: {escaped(data['machine'])}. Median error {figure_text(100 * data['median'])} %, worst "
+        f"{figure_text(100 * data['worst'])} %. The model's figures are predictions.</p>"
+    ]
+    for group in data["groups"]:
+        out.append(f"<p>{escaped(group['title'])}</p>")
+        series: Series = {}
+        predicted = set()
+        lines = []
+        for point in group["points"]:
+            name = series_name(point)
+            series.setdefault(name, []).append((point["tokens"], point["measured_us"]))
+            series.setdefault(f"{name}, predicted", []).append((point["tokens"], point["model_us"]))
+            predicted.add(f"{name}, predicted")
+            figures = [point["tokens"], point["measured_us"], point["model_us"], 100 * point["error"]]
+            lines.append(("", name, [cell(figure) for figure in figures]))
+        out.append(chart("Measured, and predicted by the cost model", "µs", series, frozenset(predicted)))
+        out.append(table("Measured and predicted", ["", "tokens", "measured µs", "predicted µs", "error %"], lines, "model"))
     return "".join(out)
 
 
@@ -385,6 +432,7 @@ SECTIONS = {
     "latent-moe/bench/1": ("Times", bench_section),
     "latent-moe/verify/1": ("Accuracy", verify_section),
     "latent-moe/tune/1": ("Tables of measured times", tune_section),
+    "latent-moe/model/1": ("Cost model", model_section),
 }
 
 
@@ -425,7 +473,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m latent_moe.report", description="One page that shows what was measured."
     )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON of bench, verify or tune, or a trace")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="JSON of bench, verify, tune or check-cost-model, or a trace"
+    )
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="HTML", help="the page")
     given = parser.parse_args(arguments)
     try:

@@ -72,6 +72,9 @@ struct Arguments {
     bool quiet = false;
 
     // Of one subcommand each.
+    std::optional<std::string> machine;                   // explain
+    bool measure = false;                                 // info
+    int verify = 0;                                       // tune
     bool no_check = false;                                // run
     std::optional<int> layers;                            // bench, synthesize
     std::optional<std::vector<InputState>> input_states;  // bench

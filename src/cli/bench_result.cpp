@@ -40,11 +40,10 @@ void print_step(Output& output, const std::vector<StepGain>& gains) {
     for (const StepGain& gain : gains) {
         const bool known = gain.has_tpot();
         const auto if_known = [&](double value) { return known ? fmt::format("{:.2f}", value) : std::string("-"); };
-        const auto rate = [&](double tpot_ms) { return static_cast<double>(gain.tokens) * 1e3 / tpot_ms; };
         table.row({gain.tail, gain.baseline, name(gain.inputs), fmt::format("{}", gain.tokens), us_text(gain.tail_us),
                    us_text(gain.baseline_us), fmt::format("{:.3f}", gain.saved_ms), if_known(gain.candidate_tpot_ms()),
-                   if_known(gain.tpot_ms), if_known(rate(gain.candidate_tpot_ms())), if_known(rate(gain.tpot_ms)),
-                   if_known(100 * (gain.tpot_ms / gain.candidate_tpot_ms() - 1))});
+                   if_known(gain.tpot_ms), if_known(gain.tokens_per_s()), if_known(gain.baseline_tokens_per_s()),
+                   if_known(gain.percent())});
     }
     output.line("a step of {} layers:", step_layers);
     output.table(table);
@@ -188,6 +187,9 @@ Json bench_json(const Arguments& arguments, const Problem& problem, const BenchR
             if (gain.has_tpot()) {
                 each["baseline_tpot_ms"] = gain.tpot_ms;
                 each["tpot_ms"] = gain.candidate_tpot_ms();
+                each["baseline_tokens_per_s"] = gain.baseline_tokens_per_s();
+                each["tokens_per_s"] = gain.tokens_per_s();
+                each["percent"] = gain.percent();
             }
             json["step"]["gains"].push_back(std::move(each));
         }

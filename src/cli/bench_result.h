@@ -80,6 +80,10 @@ struct StepGain {
     double saved_ms = 0;     ///< of a step
     double tpot_ms = 0;      ///< with the baseline, as given; 0 if it is not known
     double candidate_tpot_ms() const noexcept { return tpot_ms - saved_ms; }
+    double tokens_per_s() const noexcept { return static_cast<double>(tokens) * 1e3 / candidate_tpot_ms(); }
+    double baseline_tokens_per_s() const noexcept { return static_cast<double>(tokens) * 1e3 / tpot_ms; }
+    /// More tokens a second, of the baseline's.
+    double percent() const noexcept { return 100 * (tpot_ms / candidate_tpot_ms() - 1); }
     /// Whether that makes sense: a TPOT is known, and a step of it is longer than what is saved.
     bool has_tpot() const noexcept { return candidate_tpot_ms() > 0; }
 };

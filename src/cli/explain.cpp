@@ -5,6 +5,12 @@
 #include "cli/output.h"
 #include "cli/problem.h"
 #include "cli/rank_work.h"
+#include "core/cost_model.h"
+#include "core/machine_kind.h"
+#include "core/planner.h"
+#include "gpu/known_devices.h"
+#include "io/machine_file.h"
+#include "latent_moe/status.h"
 
 namespace latent_moe::cli {
 namespace {
@@ -16,6 +22,13 @@ void add_options(CLI::App& app, Arguments& arguments) {
     add_tail_option(app, arguments, TailChoice::Kind::automatic);
     add_context_options(app, arguments);
     add_tensor_options(app, arguments, true);
+    std::vector<std::string> names;
+    for (const MachineKind& kind : gpu::known_devices()) names.push_back(kind.name);
+    app.add_option(
+           "--machine", arguments.machine,
+           fmt::format("predict for another machine: a file of `info --measure`, or {} (this one)", fmt::join(names, ", ")))
+        ->type_name("NAME|FILE")
+        ->group("Ranks and schedule");
     add_output_options(app, arguments);
 }
 
@@ -23,11 +36,68 @@ struct Result {
     std::string backend;
     bool keeps_whole = false;
     std::vector<Plan> plans;
+    std::optional<MachineKind> predicted_for;
 };
 
+/// Every tail by its formula, for a person or a program that compares: whether it can run is told elsewhere.
+Json predictions(const Problem& problem, const MachineKind& kind) {
+    const Machine machine = kind.of(problem.world);
+    Json all = Json::array();
+    for (const std::int64_t tokens : problem.tokens) {
+        CostedCall call{.shape = problem.shape,
+                        .world = problem.world,
+                        .tokens = tokens,
+                        .shared = problem.options.shared,
+                        .weight_element_bytes = static_cast<double>(bytes_of(problem.shape.activations))};
+        Json us = Json::object();
+        for (int index = 0; index < tail_count; ++index) {
+            const auto tail = static_cast<Tail>(index);
+            us[name(tail)] = expected_us(tail, call, machine);
+        }
+        call.starts_early = true;
+        all.push_back({{"tokens", tokens},
+                       {"us", std::move(us)},
+                       {"us_starting_early", {{name(Tail::fused), expected_us(Tail::fused, call, machine)}}}});
+    }
+    return all;
+}
+
+MachineKind find_machine(const std::string& asked) {
+    if (std::optional<MachineKind> known = gpu::known_device(asked)) return *std::move(known);
+    return io::read_machine(asked);
+}
+
+/// Plans of a context that nobody makes, on a machine that need not be here.
+Result predict(const Problem& problem, const MachineKind& kind) {
+    const Capabilities capabilities{.machine = kind.of(problem.world),
+                                    .weight_element_bytes = static_cast<double>(bytes_of(problem.shape.activations)),
+                                    .fused = kind.fused && problem.world > 1,
+                                    .fused_reason = "this machine has no fused kernel",
+                                    .whole_weights = problem.options.keep_whole_weights || problem.world == 1};
+    const Planner planner(problem.shape, problem.world, problem.options, capabilities);
+    Result result{.backend = {}, .keeps_whole = problem.options.keep_whole_weights, .predicted_for = kind};
+    for (const std::int64_t tokens : problem.tokens) result.plans.push_back(planner.plan(tokens));
+    return result;
+}
+
+void report_machine(Output& output, const Problem& problem, const MachineKind& kind) {
+    output.line("PREDICTION, not a measurement: the cost model for {} x {}, constants {}", problem.world,
+                kind.machine.description, kind.origin);
+    if (problem.world > kind.linked_ranks) {
+        output.line("its links join {} ranks: predicted as if they joined all {}", kind.linked_ranks, problem.world);
+    }
+    if (!kind.unmeasured.empty() && problem.world > 1)
+        output.line("not measured there, and as the backend assumes them: {}", fmt::join(kind.unmeasured, ", "));
+}
+
 void report(Output& output, const Arguments& arguments, const Problem& problem, const Result& result) {
-    output.line("{}; {} {}, backend {}", shape_text(problem.shape), problem.world,
-                arguments.processes ? "processes" : "threads", result.backend);
+    if (result.predicted_for) {
+        output.line("{}; {} ranks", shape_text(problem.shape), problem.world);
+        report_machine(output, problem, *result.predicted_for);
+    } else {
+        output.line("{}; {} {}, backend {}", shape_text(problem.shape), problem.world,
+                    arguments.processes ? "processes" : "threads", result.backend);
+    }
     for (std::size_t row = 0; row < result.plans.size(); ++row) {  // told once as long as it is the same
         const Plan& plan = result.plans[row];
         if (row > 0 && plan.source == result.plans[row - 1].source) continue;
@@ -89,6 +159,10 @@ Json to_json(const Problem& problem, const Result& result) {
         json["rows"].push_back(row);
     }
     json["source"] = result.plans.front().source;
+    if (result.predicted_for) {
+        json["machine"] = Json::parse(io::machine_text(*result.predicted_for));
+        json["predictions"] = predictions(problem, *result.predicted_for);
+    }
     json["keep_whole_weights"] = {
         {"on", result.keeps_whole}, {"bytes_a_layer_and_rank", whole}, {"bytes_without", whole / problem.world}};
     return json;
@@ -100,7 +174,17 @@ int execute(const Arguments& arguments, Ranks& ranks) {
     if (arguments.tail.one_named()) problem.options.tail = arguments.tail.named.front();
     Output output(arguments, ranks.speaks());
 
-    Result result{.backend = {}, .keeps_whole = problem.options.keep_whole_weights, .plans = {}};
+    if (arguments.machine) {
+        if (arguments.tune_table != "auto" && arguments.tune_table != "none")
+            throw Error(StatusCode::invalid_argument,
+                        "--machine predicts, and --table holds what was measured: expected one of them");
+        if (!ranks.speaks()) return done;
+        const Result predicted = predict(problem, find_machine(*arguments.machine));
+        report(output, arguments, problem, predicted);
+        output.json(to_json(problem, predicted));
+        return done;
+    }
+    Result result{.backend = {}, .keeps_whole = problem.options.keep_whole_weights, .plans = {}, .predicted_for = {}};
     ranks.run([&](const Bootstrap& bootstrap) {
         const Context context = Context::create(problem.shape, bootstrap, problem.options);
         if (bootstrap.rank != 0) return;
@@ -122,7 +206,8 @@ Command explain_command() {
             .examples =
                 "  latent-moe explain --model kimi-k3 --tp 4\n"
                 "  latent-moe explain --model nemotron-3-ultra --tp 2 --keep-whole-weights --tokens 1-8,64\n"
-                "  latent-moe explain --model kimi-k3 --tp 8 --shared reduced --limit fused=16 --json -",
+                "  latent-moe explain --model kimi-k3 --tp 8 --shared reduced --limit fused=16 --json -\n"
+                "  latent-moe explain --model kimi-k3 --tp 8 --machine b200 --keep-whole-weights",
             .add_options = &add_options,
             .execute = &execute};
 }

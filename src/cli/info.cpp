@@ -1,14 +1,17 @@
 // `info`: what this build and this machine have, and what a context would take.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <thread>
 
 #include "cli/command.h"
+#include "cli/measure_machine.h"
 #include "cli/onednn_product.h"
 #include "cli/output.h"
 #include "cli/problem.h"
 #include "cli/rank_work.h"
 #include "context/backends.h"
+#include "io/machine_file.h"
 #include "latent_moe/version.h"
 #ifdef LATENT_MOE_HAS_MPI
 #include <mpi.h>
@@ -22,6 +25,10 @@ void add_options(CLI::App& app, Arguments& arguments) {
     add_rank_options(app, arguments);
     add_tokens_option(app, arguments, "8192");
     add_context_options(app, arguments);
+    app.add_flag("--measure", arguments.measure,
+                 "measure the constants that the cost model goes by, on all ranks together (Kimi-K3's shape)")
+        ->group("Measurement");
+    add_repeats_option(app, arguments);
     add_output_options(app, arguments);
 }
 
@@ -67,6 +74,54 @@ Sizes measure_sizes(const Problem& problem, Ranks& ranks) {
     return sizes;
 }
 
+std::string rate_text(double bytes_per_us) {
+    return fmt::format("{:.4g} GB/s", bytes_per_us / 1e3);
+}
+
+void report_machine(Output& output, const MeasuredMachine& measured) {
+    const Machine& machine = measured.kind.machine;
+    const auto told = [&](const char* name) {
+        const std::vector<std::string>& unmeasured = measured.kind.unmeasured;
+        return std::find(unmeasured.begin(), unmeasured.end(), name) == unmeasured.end() ? "measured"
+                                                                                         : "NOT measured, assumed";
+    };
+    output.line("constants of one rank of {}, {}", machine.description, measured.kind.origin);
+    output.line("  memory: {} ({})", rate_text(machine.memory_bytes_per_us), told("memory_bytes_per_us"));
+    output.line("  arithmetic: {:.4g} Gflop/s ({})", machine.flops_per_us / 1e3, told("flops_per_us"));
+    output.line("  launch: {} us ({})", us_text(machine.launch_us), told("launch_us"));
+    output.line("  hop: {} us; collective: {} us ({})", us_text(machine.hop_us), us_text(machine.collective_us),
+                told("hop_us"));
+    output.line("  wire: {} a direction ({})", rate_text(machine.wire_bytes_per_us), told("wire_bytes_per_us"));
+    output.line(
+        "  what the backend's kernels reach of these (\"reached\" in the JSON) is as the backend knows it, not measured "
+        "here");
+}
+
+Json to_json(const MeasuredMachine& measured) {
+    Json json = Json::parse(io::machine_text(measured.kind));
+    const MachineTimes& times = measured.times;
+    json["timed_us"] = {
+        {"product_wide", times.wide_us}, {"product_narrow", times.narrow_us}, {"product_large", times.large_us}};
+    if (times.few_us > 0) {
+        json["timed_us"]["all_reduce_few"] = times.few_us;
+        json["timed_us"]["all_reduce_many"] = times.many_us;
+    }
+    return json;
+}
+
+MeasuredMachine measured_here(const Arguments& given, Ranks& ranks) {
+    Arguments arguments = given;
+    if (!arguments.model && !arguments.hidden) arguments.model = "kimi-k3";
+    const Problem problem = make_problem(arguments, ranks, {8192});
+    MeasuredMachine measured;
+    ranks.run([&](const Bootstrap& bootstrap) {
+        Progress progress(arguments, bootstrap.rank == 0);
+        MeasuredMachine mine = measure_machine(arguments, problem, bootstrap, progress);
+        if (bootstrap.rank == 0) measured = std::move(mine);
+    });
+    return measured;
+}
+
 int execute(const Arguments& arguments, Ranks& ranks) {
     const bool has_shape = arguments.model || arguments.hidden || arguments.latent;
     std::optional<Problem> problem;
@@ -78,6 +133,8 @@ int execute(const Arguments& arguments, Ranks& ranks) {
         ranks.set_world(arguments.tp, 1);
         find_backend(arguments.backend);  // one that was asked for and is not here is an error
     }
+    std::optional<MeasuredMachine> measured;
+    if (arguments.measure) measured = measured_here(arguments, ranks);
     if (!ranks.speaks()) return done;
 
     Output output(arguments, true);
@@ -112,6 +169,10 @@ int execute(const Arguments& arguments, Ranks& ranks) {
                            {"weight_bytes_a_layer", sizes->shard},
                            {"whole_weight_bytes_a_layer", sizes->whole}};
     }
+    if (measured) {
+        report_machine(output, *measured);
+        json["machine"] = to_json(*measured);
+    }
     output.json(json);
     return done;
 }
@@ -123,7 +184,8 @@ Command info_command() {
             .summary = "Shows devices, libraries with versions, and the bytes that a context takes",
             .examples =
                 "  latent-moe info\n"
-                "  latent-moe info --model kimi-k3 --tp 4",
+                "  latent-moe info --model kimi-k3 --tp 4\n"
+                "  latent-moe info --measure --tp 2 --json machine.json   # then: explain --machine machine.json --tp 8",
             .add_options = &add_options,
             .execute = &execute};
 }

@@ -240,6 +240,14 @@ Turns RankBench::producer_alone(InputState state, std::int64_t tokens) {
     return passes(state, own_, tokens, [](std::size_t, const TailInput&) {});
 }
 
+CostedCall RankBench::costed(std::int64_t tokens) const {
+    return {.shape = problem_.shape,
+            .world = problem_.world,
+            .tokens = tokens,
+            .shared = problem_.options.shared,
+            .weight_element_bytes = capabilities_.weight_element_bytes};
+}
+
 BenchRow RankBench::row(std::string tail, std::string backend, InputState state, std::int64_t tokens,
                         const Work& work) const {
     BenchRow row{.tail = std::move(tail), .backend = std::move(backend), .inputs = state, .tokens = tokens};
@@ -252,8 +260,7 @@ BenchRow RankBench::row(std::string tail, std::string backend, InputState state,
 std::vector<RankBench::Contestant> RankBench::contestants(std::int64_t tokens, BenchResult& result) {
     std::vector<Contestant> all;
     for (const Tail tail : tails_to_time(arguments_, context_.plan(tokens), result)) {
-        const Work work = work_of(tail, problem_.shape, problem_.world, tokens, problem_.options.shared,
-                                  capabilities_.weight_element_bytes);
+        const Work work = work_of(tail, costed(tokens));
         for (const InputState state : states()) {
             for (const bool dependent_launch : arguments_.dependent_launch) {
                 const bool can_start_early = starts_early(tail) && capabilities_.dependent_launch;
@@ -307,8 +314,7 @@ void RankBench::add_external(std::int64_t tokens, std::vector<Contestant>& all, 
     progress_.say("{} tokens: choosing other libraries' algorithms", tokens);
     external_->prepare(tokens);
     for (ExternalTail* tail : external_->tails()) {
-        const Work work = work_of(tail->like(), problem_.shape, problem_.world, tokens, problem_.options.shared,
-                                  capabilities_.weight_element_bytes);
+        const Work work = work_of(tail->like(), costed(tokens));
         try {
             require_same_answer(*tail, tokens);
         } catch (const Error& error) {
@@ -369,7 +375,7 @@ void RankBench::time(std::int64_t tokens, BenchResult& result) {
 
     std::unique_ptr<OnednnProduct> product = make_product(tokens);
     if (product) {
-        Work work = work_of(Tail::column_parallel, problem_.shape, problem_.world, tokens, SharedState::absent, 2);
+        Work work = work_of(Tail::column_parallel, {.shape = problem_.shape, .world = problem_.world, .tokens = tokens});
         work.wire_bytes = 0;
         BenchRow told = row(product_row, "onednn", InputState::raw, tokens, work);
         told.layers = product->layers();

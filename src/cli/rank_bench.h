@@ -71,6 +71,7 @@ private:
     std::vector<Contestant> contestants(std::int64_t tokens, BenchResult& result);
     void require_same_answer(ExternalTail& tail, std::int64_t tokens);
     void add_external(std::int64_t tokens, std::vector<Contestant>& all, BenchResult& result);
+    CostedCall costed(std::int64_t tokens) const;
     BenchRow row(std::string tail, std::string backend, InputState state, std::int64_t tokens, const Work& work) const;
     std::unique_ptr<class OnednnProduct> make_product(std::int64_t tokens) const;
     void require_no_fault() const;

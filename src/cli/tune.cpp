@@ -23,6 +23,7 @@ namespace {
 const std::vector<std::int64_t> usual_tokens{1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192};
 constexpr int layers_on_gpu = 12;  // more bytes than any cache of today's GPUs
 constexpr int layers_on_cpu = 4;
+constexpr double verified_ratio = 1.05;
 
 void add_options(CLI::App& app, Arguments& arguments) {
     add_shape_options(app, arguments);
@@ -42,6 +43,12 @@ void add_options(CLI::App& app, Arguments& arguments) {
         ->check(CLI::Range(0.0, 86400.0))
         ->type_name("SECONDS")
         ->group("Measurement");
+    app.add_option(
+           "--verify", arguments.verify,
+           "then, at so many numbers of tokens in between, compare the tail that the table chooses with the fastest (0)")
+        ->check(CLI::Range(0, 1000))
+        ->type_name("N")
+        ->group("Measurement");
     app.add_option("--out", arguments.out,
                    "file of tables: this one is added, or takes the place of one for the same machine and shape")
         ->type_name("FILE")
@@ -58,9 +65,22 @@ std::string today() {
     return fmt::format("{:04}-{:02}-{:02}", parts.tm_year + 1900, parts.tm_mon + 1, parts.tm_mday);
 }
 
+/// What the table chose at a number of tokens that it does not hold, beside the fastest there.
+struct Verified {
+    std::int64_t tokens = 0;
+    Tail chosen = Tail::replicated;
+    Tail best = Tail::replicated;
+    double chosen_us = 0;
+    double best_us = 0;
+
+    double ratio() const noexcept { return chosen_us / best_us; }
+    bool good() const noexcept { return ratio() <= verified_ratio; }
+};
+
 struct Tuned {
     TuneTable table;
     Capabilities capabilities;
+    std::vector<Verified> verified;
     std::int64_t stopped_before = 0;  ///< number of tokens that there was no time for; 0: none
     double seconds = 0;
 };
@@ -96,6 +116,33 @@ private:
     std::int64_t last_tokens_ = 0;
 };
 
+/// Times what runs at these numbers of tokens, and looks at what the table would have chosen. Collective.
+std::vector<Verified> verify(int count, const Problem& problem, const Tuned& tuned, RankBench& bench) {
+    const Planner planner(problem.shape, problem.world, problem.options, tuned.capabilities,
+                          {.table = tuned.table, .note = "just measured"});
+    std::vector<Verified> all;
+    for (const std::int64_t tokens : untried_tokens(tuned.table.tokens(), count)) {
+        const std::optional<Tail> chosen = planner.choose(tokens);
+        BenchResult result;
+        bench.time(tokens, result);
+        Verified found{.tokens = tokens};
+        for (const BenchRow& row : result.rows) {
+            const std::optional<Tail> tail = tail_from_name(row.tail);
+            if (!tail) continue;
+            if (found.best_us == 0 || row.timing.median_us < found.best_us) {
+                found.best = *tail;
+                found.best_us = row.timing.median_us;
+            }
+            if (tail == chosen) {
+                found.chosen = *tail;
+                found.chosen_us = row.timing.median_us;
+            }
+        }
+        if (found.chosen_us > 0) all.push_back(found);
+    }
+    return all;
+}
+
 Tuned measure(const Arguments& arguments, Problem& problem, const Bootstrap& bootstrap,
               const std::vector<std::int64_t>& layers) {
     Progress progress(arguments, bootstrap.rank == 0);
@@ -119,7 +166,26 @@ Tuned measure(const Arguments& arguments, Problem& problem, const Bootstrap& boo
         if (tail) tuned.table.points[static_cast<std::size_t>(*tail)].push_back({row.tokens, row.timing.median_us});
     }
     tuned.seconds = whole_time.spent();
+    if (arguments.verify > 0) tuned.verified = verify(arguments.verify, problem, tuned, bench);
     return tuned;
+}
+
+std::ptrdiff_t count_good(const std::vector<Verified>& verified) {
+    return std::count_if(verified.begin(), verified.end(), [](const Verified& each) { return each.good(); });
+}
+
+void report_verified(Output& output, const std::vector<Verified>& verified) {
+    Table rows({"tokens", "<chosen", "us", "<fastest", "us", "ratio"});
+    for (const Verified& each : verified) {
+        rows.row({fmt::format("{}", each.tokens), name(each.chosen), us_text(each.chosen_us), name(each.best),
+                  us_text(each.best_us), fmt::format("{:.3f}{}", each.ratio(), each.good() ? "" : " !")});
+    }
+    const auto worst = std::max_element(verified.begin(), verified.end(),
+                                        [](const Verified& a, const Verified& b) { return a.ratio() < b.ratio(); });
+    output.line("at numbers of tokens that are not in the table:");
+    output.table(rows);
+    output.line("verified: {} of {} within {:.0f} % of the fastest; the worst is {:.3f} times it, at {} tokens",
+                count_good(verified), verified.size(), 100 * (verified_ratio - 1), worst->ratio(), worst->tokens);
 }
 
 /// Where the plan of a context like the measured one changes.
@@ -173,6 +239,7 @@ void report(Output& output, const Arguments& arguments, const Problem& problem, 
         output.line("not measured for want of time (--budget-s {:g}): {} tokens and what follows", arguments.budget_s,
                     tuned.stopped_before);
     }
+    if (!tuned.verified.empty()) report_verified(output, tuned.verified);
     output.line("took {:.1f} s; {}", tuned.seconds,
                 arguments.out ? fmt::format("saved in {}", *arguments.out) : "not saved: --out names a file");
 }
@@ -183,6 +250,18 @@ Json to_json(const Tuned& tuned, const std::vector<Crossover>& changes) {
     for (const Crossover& change : changes)
         json["crossovers"].push_back({{"from_tokens", change.from}, {"tail", name(change.tail)}});
     json["seconds"] = tuned.seconds;
+    if (!tuned.verified.empty()) {
+        json["verified"] = {
+            {"allowed_ratio", verified_ratio}, {"within", count_good(tuned.verified)}, {"rows", Json::array()}};
+        for (const Verified& each : tuned.verified) {
+            json["verified"]["rows"].push_back({{"tokens", each.tokens},
+                                                {"chosen", name(each.chosen)},
+                                                {"chosen_us", each.chosen_us},
+                                                {"best", name(each.best)},
+                                                {"best_us", each.best_us},
+                                                {"ratio", each.ratio()}});
+        }
+    }
     if (tuned.stopped_before > 0) json["stopped_before_tokens"] = tuned.stopped_before;
     return json;
 }
@@ -226,7 +305,7 @@ int execute(const Arguments& given, Ranks& ranks) {
     }
     report(output, arguments, problem, tuned, changes);
     output.json(to_json(tuned, changes));
-    return done;
+    return count_good(tuned.verified) == std::ssize(tuned.verified) ? done : check_failed;
 }
 
 }  // namespace
@@ -237,7 +316,8 @@ Command tune_command() {
             .examples =
                 "  latent-moe tune --model kimi-k3 --tp 2 --out table.json\n"
                 "  latent-moe tune --backend cpu --model nemotron-3-super --tokens 1,16,256 --budget-s 60 --out table.json\n"
-                "  latent-moe explain --model kimi-k3 --tp 2 --keep-whole-weights --table table.json",
+                "  latent-moe explain --model kimi-k3 --tp 2 --keep-whole-weights --table table.json\n"
+                "  latent-moe tune --model kimi-k3 --tp 2 --verify 40 --out table.json",
             .add_options = &add_options,
             .execute = &execute};
 }

@@ -6,85 +6,129 @@
 namespace latent_moe {
 namespace {
 
-/// Of the memory's rate, what gathering reaches: each word is waited for on its own. On H200s the fused tail took 13.5, 22.4
-/// and 44.7 us at 32, 64 and 128 tokens, of which this explains what is beyond 9.7 at 16 (docs/performance.md).
-constexpr double gathering_rate = 0.42;
 constexpr double tile_columns = 128;  ///< of the fused tail's product
+
+/// The quantities that the formulas are written in, named as in docs/cost-model.md.
+class Terms {
+public:
+    Terms(const CostedCall& call, const Machine& machine) : call_(call), machine_(machine) {}
+
+    double rows() const noexcept { return static_cast<double>(call_.tokens); }
+    double ranks() const noexcept { return call_.world; }
+    /// (R − 1) / R: what of b bytes a rank sends in a reduce-scatter or an all-gather. An all-reduce is one of each.
+    double part() const noexcept { return (ranks() - 1) / ranks(); }
+    double latents() const noexcept { return rows() * static_cast<double>(call_.shape.latent) * element(); }
+    double hiddens() const noexcept { return rows() * static_cast<double>(call_.shape.hidden) * element(); }
+    /// Hidden rows of the shared partial that the ranks still have to sum.
+    double summands() const noexcept { return call_.reduces_shared() ? hiddens() : 0; }
+
+    /// Operations one after another.
+    double launches(double count) const noexcept { return count * machine_.launch_us; }
+    /// The same, where each starts before its predecessor ends.
+    double early_launches(double count) const noexcept { return launches(count) * machine_.reached.early_launch; }
+    /// One-way trips that wait for one another.
+    double hops(double count) const noexcept { return call_.world > 1 ? count * machine_.hop_us : 0; }
+    /// Exchanges one after another: there and back.
+    double exchanges(double count) const noexcept {
+        return call_.world > 1 ? count * machine_.collective_us + hops(2 * count) : 0;
+    }
+    double wire(double bytes, double reached) const noexcept { return bytes / (reached * machine_.wire_bytes_per_us); }
+    /// Two things that go on side by side take from one another.
+    double together(double a, double b) const noexcept {
+        return std::max(a, b) + machine_.reached.contention * std::min(a, b);
+    }
+    /// `tokens` rows times this share of W_up's rows.
+    double product(double share, double tokens) const noexcept {
+        const auto hidden = static_cast<double>(call_.shape.hidden);
+        const auto latent = static_cast<double>(call_.shape.latent);
+        const double weights = hidden * latent * share * call_.weight_element_bytes;
+        const double activations = tokens * (latent + 2 * hidden * share) * element();
+        return together((weights + activations) / machine_.memory_bytes_per_us,
+                        2 * tokens * hidden * latent * share / machine_.flops_per_us);
+    }
+    /// Whether the fused tail sums the latents once a device.
+    bool pools() const noexcept { return call_.tokens >= machine_.reached.pooled_from_tokens; }
+    /// Every tile of the rank's columns reads the latents: their sum, or those of every rank.
+    double gathering() const noexcept {
+        const double tiles = std::ceil(static_cast<double>(call_.shape.hidden) / ranks() / tile_columns);
+        return tiles * (pools() ? 1 : ranks()) * latents() / (machine_.reached.gathering * machine_.memory_bytes_per_us);
+    }
+
+private:
+    double element() const noexcept { return static_cast<double>(bytes_of(call_.shape.activations)); }
+
+    const CostedCall& call_;
+    const Machine& machine_;
+};
 
 }  // namespace
 
-Work work_of(Tail tail, const Shape& shape, int world, std::int64_t tokens, SharedState shared,
-             double weight_element_bytes) {
-    const double ranks = world;
-    const auto m = static_cast<double>(tokens);
-    const auto element = static_cast<double>(bytes_of(shape.activations));
-    const double latent_bytes = m * static_cast<double>(shape.latent) * element;
-    const double hidden_bytes = m * static_cast<double>(shape.hidden) * element;
-    const double whole_weights =
-        static_cast<double>(shape.hidden) * static_cast<double>(shape.latent) * weight_element_bytes;
-    const double whole_flops = 2 * m * static_cast<double>(shape.hidden) * static_cast<double>(shape.latent);
-    const bool reduces_shared = shared == SharedState::partial && world > 1;
-    // A reduce-scatter or an all-gather of b bytes sends b·(R−1)/R from each rank; an all-reduce is one of each.
-    const double scatter = (ranks - 1) / ranks;
-    const double all_reduce = 2 * scatter;
-    const int reduction_hops = world > 1 ? 2 : 0;
-
-    Work work{.weight_bytes = whole_weights, .activation_bytes = latent_bytes * 3 + hidden_bytes * 3, .flops = whole_flops};
+Work work_of(Tail tail, const CostedCall& call) {
+    const Machine any;
+    const Terms terms(call, any);
+    const auto weights = static_cast<double>(call.shape.hidden) * static_cast<double>(call.shape.latent);
+    const double latents = terms.latents();
+    const double hiddens = terms.hiddens();
+    Work work{.weight_bytes = weights * call.weight_element_bytes,
+              .activation_bytes = 3 * (latents + hiddens),
+              .flops = 2 * terms.rows() * weights};
+    const double sent_before = terms.part() * terms.summands();  // of the shared partial, to those who sum it
     switch (tail) {
         case Tail::replicated:
-        case Tail::overlap:
-            work.wire_bytes = all_reduce * (latent_bytes + (reduces_shared ? hidden_bytes : 0));
-            work.hideable_wire_bytes = tail == Tail::overlap && reduces_shared ? all_reduce * hidden_bytes : 0;
-            work.hops = reduction_hops * (reduces_shared && tail == Tail::replicated ? 2 : 1);
-            work.collectives = world > 1 ? (reduces_shared ? 2 : 1) : 0;
-            work.launches = 2 + work.collectives + (tail == Tail::overlap ? 1 : 0);
-            break;
+        case Tail::overlap: work.wire_bytes = 2 * terms.part() * latents + 2 * sent_before; break;
         case Tail::column_parallel:
-            work.weight_bytes = whole_weights / ranks;
-            work.flops = whole_flops / ranks;
-            work.wire_bytes = all_reduce * (latent_bytes + hidden_bytes);
-            work.hops = 2 * reduction_hops;
-            work.collectives = 2;
-            work.launches = 4;
+            work.weight_bytes /= call.world;
+            work.flops /= call.world;
+            work.wire_bytes = terms.part() * (2 * latents + hiddens) + sent_before;
             break;
         case Tail::token_parallel:
-            work.activation_bytes /= ranks;
-            work.flops = whole_flops / ranks;
-            work.wire_bytes = scatter * (latent_bytes + (reduces_shared ? 2 : 1) * hidden_bytes);
-            work.hops = 3;
-            work.collectives = 3;
-            work.launches = 5;
+            work.activation_bytes /= call.world;
+            work.flops /= call.world;
+            work.wire_bytes = terms.part() * (latents + hiddens) + sent_before;
             break;
-        case Tail::late_reduce:
-            work.wire_bytes = all_reduce * hidden_bytes;
-            work.hops = reduction_hops;
-            work.collectives = 1;
-            work.launches = 2;
-            break;
+        case Tail::late_reduce: work.wire_bytes = 2 * terms.part() * hiddens; break;
         case Tail::fused:
             // Every rank gets every latent partial; shared slices go to their owners and finished columns to everyone.
-            work.weight_bytes = whole_weights / ranks;
-            work.flops = whole_flops / ranks;
-            work.wire_bytes =
-                (ranks - 1) * latent_bytes + (reduces_shared ? scatter * hidden_bytes : 0) + scatter * hidden_bytes;
-            work.hideable_wire_bytes = work.wire_bytes;
-            work.gathered_bytes = std::ceil(static_cast<double>(shape.hidden) / ranks / tile_columns) * ranks * latent_bytes;
-            work.hops = 2;
-            work.launches = 1;
+            work.weight_bytes /= call.world;
+            work.flops /= call.world;
+            work.wire_bytes = (terms.ranks() - 1) * latents + terms.part() * hiddens + sent_before;
             break;
     }
     return work;
 }
 
-double expected_us(const Work& work, const Machine& machine) noexcept {
-    const double product = std::max((work.weight_bytes + work.activation_bytes) / machine.memory_bytes_per_us,
-                                    work.flops / machine.flops_per_us);
-    const double hideable = work.hideable_wire_bytes / machine.wire_bytes_per_us;
-    const double exposed = (work.wire_bytes - work.hideable_wire_bytes) / machine.wire_bytes_per_us;
-    const double fixed =
-        work.hops * machine.hop_us + work.launches * machine.launch_us + work.collectives * machine.collective_us;
-    const double gathering = work.gathered_bytes / (gathering_rate * machine.memory_bytes_per_us);
-    return fixed + exposed + gathering + std::max(product, hideable);
+double expected_us(Tail tail, const CostedCall& call, const Machine& machine) noexcept {
+    const Terms t(call, machine);
+    const Machine::Reached& reached = machine.reached;
+    const double wire_bytes = work_of(tail, call).wire_bytes;
+    const double shared = call.reduces_shared() ? 1 : 0;
+    switch (tail) {
+        case Tail::replicated:
+            return t.launches(2 + shared) + t.exchanges(1 + shared) + t.product(1, t.rows()) +
+                   t.wire(wire_bytes, reached.all_reduce);
+        case Tail::overlap: {
+            const double side = 2 * t.part() * t.summands();
+            return t.launches(3) + t.exchanges(1) + shared * machine.collective_us +
+                   t.wire(wire_bytes - side, reached.all_reduce) +
+                   t.together(t.product(1, t.rows()), t.wire(side, reached.side_lane));
+        }
+        case Tail::column_parallel: {
+            const bool early = call.tokens <= reached.early_tokens;
+            return (early ? t.early_launches(3) : t.launches(3)) + t.exchanges(2) + t.product(1 / t.ranks(), t.rows()) +
+                   t.wire(wire_bytes, 1);
+        }
+        case Tail::token_parallel:
+            return t.launches(3 + shared) + t.exchanges(2 + shared) + t.product(1, t.rows() / t.ranks()) +
+                   t.wire(wire_bytes, reached.scatter_gather);
+        case Tail::late_reduce:
+            return t.launches(2) + t.exchanges(1) + t.product(1, t.rows()) + t.wire(wire_bytes, reached.all_reduce);
+        case Tail::fused:
+            // The first hop and the wire pass under the weights; what comes last is the hop of the finished columns. Where
+            // latents are pooled, one more waits for the pool.
+            return (call.starts_early ? t.early_launches(1) : t.launches(1)) + t.hops(t.pools() ? 2 : 1) +
+                   std::max(t.together(t.product(1 / t.ranks(), t.rows()), t.gathering()), t.wire(wire_bytes, 1));
+    }
+    return 0;
 }
 
 double floor_us(int world, const Work& work, const Machine& machine) noexcept {

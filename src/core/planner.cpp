@@ -128,7 +128,12 @@ std::string Planner::refusal(Tail tail, std::int64_t tokens) const {
 }
 
 double Planner::model_us(Tail tail, std::int64_t tokens) const noexcept {
-    return expected_us(work_of(tail, shape_, world_, tokens, options_.shared, capabilities_.weight_element_bytes),
+    return expected_us(tail,
+                       {.shape = shape_,
+                        .world = world_,
+                        .tokens = tokens,
+                        .shared = options_.shared,
+                        .weight_element_bytes = capabilities_.weight_element_bytes},
                        capabilities_.machine);
 }
 

@@ -29,6 +29,7 @@ struct Capabilities {
     std::string not_captured_reason;           ///< why the portable tails may not be captured; empty: they may
     std::int64_t row_alignment = 1;            ///< bytes: where rows of the caller's must begin
     bool whole_weights = false;                ///< the whole W_up is on every rank
+    bool shares_device = false;                ///< ranks share devices: what goes between them crosses no link
     bool host_memory = false;                  ///< the caller's tensors are host memory, so their values can be checked
     std::string no_batch_invariance;           ///< why a row's bits depend on the rest of the batch; empty: they need not
     std::string no_float8_packing;             ///< why weights cannot be packed as e4m3 here; empty: they can

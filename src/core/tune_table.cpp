@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
+#include <set>
 
 #include "latent_moe/version.h"
 
@@ -43,6 +45,23 @@ std::string difference(const TuneKey& of_table, const TuneKey& here) {
     compare("batch_invariant", of_table.batch_invariant, here.batch_invariant);
     compare("float8_weights", of_table.float8_weights, here.float8_weights);
     return found;
+}
+
+std::vector<std::int64_t> untried_tokens(const std::vector<std::int64_t>& known, int count) {
+    std::set<std::int64_t> found;
+    if (known.empty()) return {};
+    const auto [least, most] = std::minmax_element(known.begin(), known.end());
+    const double first = static_cast<double>(std::max<std::int64_t>(*least, 1));
+    const auto is_free = [&](std::int64_t tokens) {
+        return !found.contains(tokens) && std::find(known.begin(), known.end(), tokens) == known.end();
+    };
+    for (int at = 0; at < count; ++at) {
+        const double part = (at + 0.5) / count;
+        auto tokens = static_cast<std::int64_t>(std::lround(first * std::pow(static_cast<double>(*most) / first, part)));
+        while (tokens < *most && !is_free(tokens)) ++tokens;  // few tokens are close together
+        if (tokens < *most && tokens > *least) found.insert(tokens);
+    }
+    return {found.begin(), found.end()};
 }
 
 std::vector<std::int64_t> TuneTable::tokens() const {

@@ -48,6 +48,10 @@ struct TunePoint {
 /// %.
 inline constexpr double tune_hysteresis = 0.03;
 
+/// Up to `count` numbers of tokens between the first and the last of `known`, none of them known, by about equal factors:
+/// what a table is verified at. Rising.
+std::vector<std::int64_t> untried_tokens(const std::vector<std::int64_t>& known, int count);
+
 struct TuneTable {
     TuneKey key;
     std::string origin;                                     ///< how and when it was measured, for people

@@ -42,7 +42,8 @@ Machine machine_of(int threads, bool native_bf16) {
             .wire_bytes_per_us = 2e3,
             .hop_us = 15,
             .launch_us = 2,
-            .collective_us = 10};
+            .collective_us = 10,
+            .reached = {.contention = 1}};  // what goes on side by side shares the threads
 }
 
 class CpuLane final : public Lane {

@@ -108,6 +108,7 @@ public:
                 .not_captured_reason = has_window() ? "" : vendor::collectives_not_captured,
                 .row_alignment = 16,
                 .whole_weights = keeps_whole(),
+                .shares_device = topology_.shares_devices(),
                 .host_memory = false,
                 .no_batch_invariance = "on a GPU the kernel of a product depends on the number of tokens",
                 .no_float8_packing = "the GPU backend takes e4m3 weights as given, but does not make them yet"};

@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 
+#include "io/json_part.h"
 #include "io/mapped_file.h"
 #include "io/output_file.h"
 #include "io/report.h"
@@ -20,94 +21,27 @@ using nlohmann::json;
 
 constexpr const char* schema = "latent-moe/tune/1";
 constexpr std::size_t most_bytes = std::size_t{16} << 20;
-constexpr std::size_t longest_text = 400;
 constexpr double most_us = 1e12;
 
-/// One table of the file, or one point of it: says where it is when it complains.
-class Part {
-public:
-    Part(std::string_view source, std::string where, const json& value)
-        : source_(source), where_(std::move(where)), value_(value) {
-        if (!value.is_object()) refuse(fmt::format("is a JSON {}, expected an object", value.type_name()));
-    }
+double microseconds(const JsonPart& point, const std::string& tail, const json& value) {
+    const double us = value.is_number() ? value.get<double>() : 0;
+    if (!(us > 0 && us < most_us))
+        point.refuse(fmt::format("us of {} is {}, expected a number of microseconds above 0", tail, JsonPart::shown(value)));
+    return us;
+}
 
-    [[noreturn]] void refuse(std::string_view problem) const {
-        refuse_file(source_, fmt::format("{}: {}", where_, problem));
-    }
-
-    const json& field(const char* name) const {
-        const auto found = value_.find(name);
-        if (found == value_.end()) refuse(fmt::format("has no {}", name));
-        return *found;
-    }
-
-    std::string text(const char* name) const {
-        const json& value = field(name);
-        if (!value.is_string()) refuse(fmt::format("{} is a JSON {}, expected a string", name, value.type_name()));
-        const auto& held = value.get_ref<const std::string&>();
-        if (held.size() > longest_text)
-            refuse(fmt::format("{} has {} bytes, expected at most {}", name, held.size(), longest_text));
-        if (printable(held) != held) refuse(fmt::format("{} is {}, expected no control characters", name, quote(held)));
-        return held;
-    }
-
-    std::int64_t whole(const char* name, std::int64_t least, std::int64_t most) const {
-        const json& value = field(name);
-        const bool fits =
-            value.is_number_integer() && (!value.is_number_unsigned() || value.get<std::uint64_t>() <= INT64_MAX);
-        if (!fits || value.get<std::int64_t>() < least || value.get<std::int64_t>() > most)
-            refuse(fmt::format("{} is {}, expected a whole number from {} to {}", name, shown(value), least, most));
-        return value.get<std::int64_t>();
-    }
-
-    bool truth(const char* name) const {
-        const json& value = field(name);
-        if (!value.is_boolean()) refuse(fmt::format("{} is {}, expected true or false", name, shown(value)));
-        return value.get<bool>();
-    }
-
-    /// One of `values` by its name.
-    template <typename Enum>
-    Enum one_of(const char* field_name, std::initializer_list<Enum> values) const {
-        const std::string held = text(field_name);
-        std::string names;
-        for (const Enum value : values) {
-            if (held == name(value)) return value;
-            names += fmt::format("{}{}", names.empty() ? "" : ", ", name(value));
-        }
-        refuse(fmt::format("{} is {}, expected one of {}", field_name, quote(held), names));
-    }
-
-    double microseconds(const std::string& tail, const json& value) const {
-        const double us = value.is_number() ? value.get<double>() : 0;
-        if (!(us > 0 && us < most_us))
-            refuse(fmt::format("us of {} is {}, expected a number of microseconds above 0", tail, shown(value)));
-        return us;
-    }
-
-private:
-    static std::string shown(const json& value) {
-        return value.is_structured() ? fmt::format("a JSON {}", value.type_name())
-                                     : quote(value.dump(-1, ' ', false, json::error_handler_t::replace));
-    }
-
-    std::string_view source_;
-    std::string where_;
-    const json& value_;
-};
-
-void add_point(TuneTable& table, const Part& point, std::int64_t tokens) {
+void add_point(TuneTable& table, const JsonPart& point, std::int64_t tokens) {
     const json& times = point.field("us");
     if (!times.is_object()) point.refuse(fmt::format("us is a JSON {}, expected an object", times.type_name()));
     for (const auto& [tail_name, value] : times.items()) {
         const std::optional<Tail> tail = tail_from_name(tail_name);
         if (!tail) point.refuse(fmt::format("us names {}, which is no tail", quote(tail_name)));
-        table.points[static_cast<std::size_t>(*tail)].push_back({tokens, point.microseconds(tail_name, value)});
+        table.points[static_cast<std::size_t>(*tail)].push_back({tokens, microseconds(point, tail_name, value)});
     }
 }
 
 TuneTable parse_table(std::string_view source, const std::string& where, const json& value) {
-    const Part part(source, where, value);
+    const JsonPart part(source, where, value);
     TuneTable table{
         .key = {.version = part.text("version"),
                 .device = part.text("device"),
@@ -126,7 +60,7 @@ TuneTable parse_table(std::string_view source, const std::string& where, const j
     if (!points.is_array() || points.empty()) part.refuse("points are not a list of at least one");
     std::int64_t last = -1;
     for (std::size_t at = 0; at < points.size(); ++at) {
-        const Part point(source, fmt::format("{}, point {}", where, at), points[at]);
+        const JsonPart point(source, fmt::format("{}, point {}", where, at), points[at]);
         const std::int64_t tokens = point.whole("tokens", 0, max_tokens_limit);
         if (tokens <= last) point.refuse(fmt::format("tokens is {}, expected more than the {} before it", tokens, last));
         last = tokens;

@@ -23,6 +23,9 @@ TEST(StepGains, CompareTheFastestTailWithEveryExternalRow) {
     EXPECT_EQ(gains[0].baseline, "external:a");
     EXPECT_NEAR(gains[0].saved_ms, 22 * 92 / 1e3, 1e-9);
     EXPECT_NEAR(gains[1].candidate_tpot_ms(), 23.86 - 37 * 92 / 1e3, 1e-9);
+    EXPECT_NEAR(gains[1].baseline_tokens_per_s(), 41.91, 0.01);
+    EXPECT_NEAR(gains[1].tokens_per_s(), 48.88, 0.01);
+    EXPECT_NEAR(gains[1].percent(), 16.6, 0.1);
 }
 
 TEST(StepGains, CompareRowsWithFreshInputsWhereThereAreAny) {

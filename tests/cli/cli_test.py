@@ -473,6 +473,58 @@ class Results(Case):
         self.assertEqual([point["tokens"] for point in tuned["tables"][0]["points"]], [1])
         self.assertEqual(tuned["stopped_before_tokens"], 2)
 
+    def test_tune_verifies_what_it_chose(self):
+        done = self.call("tune", *SMALL, "--tp", 2, "--tokens", "1,8,64", "--layers", 1, "--repeats", 1, "--threads", 1, "--verify", 5, "--json", "-")
+        verified = json.loads(done.stdout)["verified"]
+        self.assertEqual(len(verified["rows"]), 5)
+        good = 0
+        for row in verified["rows"]:
+            self.assertTrue(1 < row["tokens"] < 64 and row["tokens"] != 8, row)
+            self.assertAlmostEqual(row["ratio"], row["chosen_us"] / row["best_us"])
+            self.assertGreaterEqual(row["ratio"], 1)
+            good += row["ratio"] <= verified["allowed_ratio"]
+        self.assertEqual(verified["within"], good)
+        self.assertEqual(done.returncode, 0 if good == 5 else 1, done.stderr)  # which of them depends on the machine
+
+    def test_machines_are_measured_and_predicted_for(self):
+        shape = ["--hidden", 512, "--latent", 256]
+        measured = self.result("info", *shape, "--measure", "--backend", "cpu", "--tp", 2, "--threads", 1, "--repeats", 3)
+        machine = measured["machine"]
+        self.assertEqual(machine["schema"], "latent-moe/machine/1")
+        self.assertIn("measured by info --measure, 2 ranks", machine["origin"])
+        for name in ("memory_bytes_per_us", "flops_per_us", "wire_bytes_per_us"):
+            self.assertGreater(machine[name], 0)
+        self.assertGreater(machine["timed_us"]["all_reduce_few"], 0)
+        alone = self.result("info", *shape, "--measure", "--backend", "cpu", "--tp", 1, "--threads", 1, "--repeats", 3)["machine"]
+        self.assertTrue({"hop_us", "wire_bytes_per_us"} <= set(alone["unmeasured"]))
+
+        for name, content in (("info.json", measured), ("machine.json", machine)):
+            Path(self.path(name)).write_text(json.dumps(content))
+            predicted = self.result("explain", *shape, "--machine", self.path(name), "--tp", 4, "--tokens", "1,64", "--keep-whole-weights")
+            self.assertEqual(predicted["machine"]["memory_bytes_per_us"], machine["memory_bytes_per_us"])
+            self.assertFalse(any(row["from_table"] for row in predicted["rows"]))
+        told = self.succeed("explain", *shape, "--machine", self.path("info.json"), "--tp", 4)
+        self.assertIn("PREDICTION, not a measurement", told)
+        self.assertIn("its links join 2 ranks", told)
+
+    def test_predictions_for_machines_that_are_not_here(self):
+        def predicted(machine, tp, tokens="1,64,4096"):
+            return self.result("explain", "--model", "kimi-k3", "--machine", machine, "--tp", tp, "--tokens", tokens, "--keep-whole-weights")
+        for tp in (2, 4, 8, 16):
+            for machine in ("h200", "h100", "b200", "mi300x"):
+                found = predicted(machine, tp)
+                self.assertEqual("data sheet" in found["machine"]["origin"], machine != "h200")
+                self.assertEqual(found["rows"][0]["tail"], "fused")
+                for each in found["predictions"]:
+                    self.assertEqual(list(each["us"]), TAILS)
+                    self.assertLess(each["us_starting_early"]["fused"], each["us"]["fused"] + 1e-9)
+        one, other = predicted("h200", 2)["predictions"], predicted("h200", 8)["predictions"]
+        self.assertGreater(one[0]["us"]["fused"], other[0]["us"]["fused"])  # an eighth of the weights a rank, not half
+        self.refuse(2, ["h300"], "explain", *SMALL, "--machine", "h300")
+        self.refuse(2, ["--machine", "--table"], "explain", *SMALL, "--machine", "h200", "--table", "t.json")
+        Path(self.path("broken.json")).write_text('{"schema": "latent-moe/info/1"}')
+        self.refuse(2, ["broken.json", "holds no machine"], "explain", *SMALL, "--machine", self.path("broken.json"))
+
     def test_broken_tables(self):
         Path(self.path("broken.json")).write_text('{"schema": "latent-moe/tune/1", "tables": [{"tp": 2}]}')
         self.refuse(2, ["broken.json: table 0: has no version"], "explain", *SMALL, "--table", self.path("broken.json"))

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "core/cost_model.h"
+#include "gpu/known_devices.h"
 #include "latent_moe/status.h"
 
 namespace latent_moe {
@@ -28,27 +28,6 @@ Capabilities capable() {
 
 std::string reason(const Planner& planner, Tail tail, std::int64_t tokens) {
     return planner.refusal(tail, tokens);
-}
-
-TEST(Floor, IsTheDesignsForTheFusedTail) {
-    const auto floor = [](std::int64_t tokens) {
-        return floor_us(2, work_of(Tail::fused, k3, 2, tokens, SharedState::partial, 2), capable().machine);
-    };
-    EXPECT_NEAR(floor(1), 6.9, 0.05);
-    EXPECT_NEAR(floor(128), 8.6, 0.1);
-    EXPECT_NEAR(floor(4096), 239.9, 0.5);  // the columns' bytes; with those of token_parallel it is 199.6
-}
-
-TEST(Floor, TakesWhatIsBestWhereTheMachineKnowsIt) {
-    Machine machine = capable().machine;
-    const Work work = work_of(Tail::fused, k3, 2, 1024, SharedState::partial, 2);
-    const double usual = floor_us(2, work, machine);
-    machine.best = {.flops_per_us = 2 * machine.flops_per_us,
-                    .wire_bytes_per_us = 2 * machine.wire_bytes_per_us,
-                    .hop_us = machine.hop_us / 2,
-                    .launch_us = machine.launch_us / 2};
-    EXPECT_NEAR(floor_us(2, work, machine), usual / 2, 1e-9);
-    EXPECT_EQ(expected_us(work, machine), expected_us(work, capable().machine));  // a plan goes by what is usual
 }
 
 TEST(Plan, RefusesWithOneReasonForEveryGate) {
@@ -116,10 +95,12 @@ TEST(Plan, ObeysAUsersTokenLimitAgainstTheCosts) {
 }
 
 TEST(Plan, LeavesTheFusedTailWhereItNoLongerPaysThoughTheCapacityGoesOn) {
-    const Planner planner(k3, 2, {}, capable());
+    Capabilities h200 = capable();
+    h200.machine = gpu::known_device("h200")->of(2);
+    const Planner planner(k3, 2, {.capacity_tokens = 1024}, h200);
     EXPECT_EQ(planner.choose(16), Tail::fused);
-    EXPECT_EQ(planner.refusal(Tail::fused, 128), "");
-    EXPECT_NE(planner.choose(128), Tail::fused);
+    EXPECT_EQ(planner.refusal(Tail::fused, 1024), "");
+    EXPECT_NE(planner.choose(1024), Tail::fused);
 }
 
 TEST(Plan, AsksTheGroupThatIsReducedOver) {

@@ -135,5 +135,21 @@ TEST(TuneKey, NamesTheFirstFieldThatDiffers) {
     EXPECT_EQ(difference(other, here), "its shared is absent, here it is partial");
 }
 
+TEST(UntriedTokens, LieBetweenThoseThatAreKnown) {
+    const std::vector<std::int64_t> known{1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192};
+    const std::vector<std::int64_t> untried = untried_tokens(known, 40);
+    EXPECT_EQ(untried.size(), 40U);
+    EXPECT_TRUE(std::is_sorted(untried.begin(), untried.end()));
+    EXPECT_LT(untried.front(), 5);
+    EXPECT_GT(untried.back(), 4096);
+    for (const std::int64_t tokens : untried) {
+        EXPECT_EQ(std::count(known.begin(), known.end(), tokens), 0) << tokens;
+        EXPECT_EQ(std::count(untried.begin(), untried.end(), tokens), 1) << tokens;
+    }
+    EXPECT_EQ(untried_tokens({1, 4}, 40), (std::vector<std::int64_t>{2, 3}));
+    EXPECT_TRUE(untried_tokens({7}, 40).empty());
+    EXPECT_TRUE(untried_tokens({}, 40).empty());
+}
+
 }  // namespace
 }  // namespace latent_moe

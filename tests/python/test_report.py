@@ -198,6 +198,31 @@ def test_accuracy_stages_and_tables_of_times(tmp_path: Path) -> None:
         assert {tail: value for tail, value in zip(columns, values, strict=True) if value != "–"} == point["us"]
 
 
+def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
+    points = [
+        {
+            "tail": "fused",
+            "dependent_launch": early,
+            "tokens": 16,
+            "measured_us": us,
+            "model_us": 10.0,
+            "error": 10.0 / us - 1,
+        }
+        for early, us in ((False, 11.1), (True, 9.7))
+    ]
+    model = {"schema": "latent-moe/model/1", "machine": "h200", "median": 0.065, "worst": 0.099}
+    model["groups"] = [{"title": "a < b", "points": points}]
+    verified = [{"tokens": 3, "chosen": "overlap", "chosen_us": 12.0, "best": "fused", "best_us": 10.0, "ratio": 1.2}]
+    tune = {"schema": "latent-moe/tune/1", "tables": [], "verified": {"allowed_ratio": 1.05, "rows": verified}}
+    page = page_of(written(tmp_path, "model.json", model), written(tmp_path, "tune.json", tune))
+    assert page.tables[("model.json", "model")] == [
+        ("fused", [16.0, 11.1, 10.0, 100 * points[0]["error"]]),
+        ("fused, dependent launch", [16.0, 9.7, 10.0, 100 * points[1]["error"]]),
+    ]
+    assert page.tables[("tune.json", "verified")] == [("3", ["overlap", 12.0, "fused", 10.0, 1.2])]
+    assert "predictions" in report.page([tmp_path / "model.json"])
+
+
 def test_names_cannot_break_the_page(tmp_path: Path) -> None:
     data = json.loads(MEASURED[0].read_text())
     data["rows"] = data["rows"][:1]

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted((ROOT / "docs" / "data").glob("*/*.json"))
+FILES = sorted((ROOT / "docs" / "data").glob("*/*.json"), key=lambda file: -file.stat().st_size)  # the largest is what a picture shows
 
 
 def main():
@@ -31,7 +31,7 @@ def main():
                                    f"--user-data-dir={folder}/profile", *what, page.as_uri()], capture_output=True, text=True, timeout=300)
 
         shown = browse("--dump-dom")
-        drawn = browse("--window-size=1180,1400", f"--screenshot={picture}")
+        drawn = browse("--window-size=1180,1750", f"--screenshot={picture}")
         for done in (shown, drawn):
             said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
             assert done.returncode == 0 and not said, said or done.stderr

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "gpu/known_devices.h"
 #include "gpu/runtime/check.h"
 #include "gpu/runtime/vendor.h"
 
@@ -82,25 +83,20 @@ std::int64_t one_stage_bytes(int world) {
     return world <= 2 ? INT64_MAX : hop_bytes * world / (std::int64_t{world - 1} * (world - 2));
 }
 
-Machine cost_constants(int device, int sharing, int) {
+Machine cost_constants(int device, int sharing, int world) {
     const cudaDeviceProp properties = properties_of(device);
-    // Measured on an H200: 132 multiprocessors, 6144-bit memory at 3.2 GHz, NVLink 18.
+    // An H200 has 132 multiprocessors and 6144-bit memory at 3.2 GHz; its links are anybody's until they are measured.
     const double multiprocessors = properties.multiProcessorCount / 132.0;
     const double memory = static_cast<double>(attribute(cudaDevAttrGlobalMemoryBusWidth, device)) *
                           static_cast<double>(attribute(cudaDevAttrMemoryClockRate, device)) / (6144.0 * 3.201e6);
-    const double share = 1.0 / sharing;
-    return {
-        .description = fmt::format("{}{}", properties.name, sharing > 1 ? fmt::format(" shared by {} ranks", sharing) : ""),
-        .memory_bytes_per_us = 4.49e6 * memory * share,
-        .flops_per_us = 700e6 * multiprocessors * share,
-        .wire_bytes_per_us = 220e3 * share,
-        .hop_us = 1.0,
-        .launch_us = 1.5,
-        .collective_us = 1.0,
-        .best = {.flops_per_us = 790e6 * multiprocessors * share,
-                 .wire_bytes_per_us = 369e3 * share,
-                 .hop_us = 0.67,
-                 .launch_us = 0.51}};
+    Machine machine = known_device("h200")->of(world);
+    machine.memory_bytes_per_us *= memory;
+    machine.flops_per_us *= multiprocessors;
+    machine.best.flops_per_us *= multiprocessors;
+    machine = machine.shared_by(sharing);
+    machine.description =
+        fmt::format("{}{}", properties.name, sharing > 1 ? fmt::format(" shared by {} ranks", sharing) : "");
+    return machine;
 }
 
 }  // namespace latent_moe::gpu::vendor

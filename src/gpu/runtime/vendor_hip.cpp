@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string_view>
 
 #include "gpu/kernels/fused_tail.h"
+#include "gpu/known_devices.h"
 #include "gpu/runtime/check.h"
 #include "gpu/runtime/hip_loader.h"
 #include "gpu/runtime/vendor.h"
@@ -22,18 +22,10 @@ hipDeviceProp_t properties_of(int device) {
     return properties;
 }
 
-/// Of data sheets, taken at 80 % for memory and 40 % for products: nothing here was measured.
-struct Kind {
-    std::string_view architecture;
-    double memory_bytes_per_us;
-    double flops_per_us;
-    double link_bytes_per_us;  ///< to one peer
-};
-constexpr Kind kinds[] = {
-    {"gfx950", 6.4e6, 920e6, 60e3},  // MI355X: 8 TB/s, 2.3 PFLOP/s
-    {"gfx942", 4.2e6, 520e6, 50e3},  // MI300X: 5.3 TB/s, 1.3 PFLOP/s
-    {"gfx90a", 1.3e6, 76e6, 40e3},   // half an MI250X
-};
+/// The kind of machine that an architecture is taken for.
+const char* kind_of(const std::string& architecture) {
+    return architecture == "gfx950" ? "mi355x" : architecture == "gfx90a" ? "mi250x" : "mi300x";
+}
 
 }  // namespace
 
@@ -89,17 +81,10 @@ std::int64_t one_stage_bytes(int world) {
 
 Machine cost_constants(int device, int sharing, int world) {
     const std::string here = architecture_of(device);
-    const auto* kind = std::ranges::find(kinds, here, &Kind::architecture);
-    if (kind == std::end(kinds)) kind = &kinds[1];
-    const double share = 1.0 / sharing;
-    return {.description = fmt::format("{} ({}, from its data sheet){}", properties_of(device).name, here,
-                                       sharing > 1 ? fmt::format(" shared by {} ranks", sharing) : ""),
-            .memory_bytes_per_us = kind->memory_bytes_per_us * share,
-            .flops_per_us = kind->flops_per_us * share,
-            .wire_bytes_per_us = kind->link_bytes_per_us * std::max(1, world - 1) * share,  // a link to every peer
-            .hop_us = 2.0,
-            .launch_us = 4.0,
-            .collective_us = 8.0};
+    Machine machine = known_device(kind_of(here))->of(world).shared_by(sharing);
+    machine.description = fmt::format("{} ({}, from its data sheet){}", properties_of(device).name, here,
+                                      sharing > 1 ? fmt::format(" shared by {} ranks", sharing) : "");
+    return machine;
 }
 
 }  // namespace latent_moe::gpu::vendor
