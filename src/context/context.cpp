@@ -393,6 +393,14 @@ Capabilities ContextAccess::capabilities(const Context& context) {
     return context.state_->backend->capabilities();
 }
 
+Backend& ContextAccess::backend(const Context& context) {
+    return *context.state_->backend;
+}
+
+PackedLayer& ContextAccess::packed_layer(const Context& context, std::size_t index) {
+    return *context.state_->layers[index].packed;
+}
+
 Plan Context::plan(std::int64_t tokens) const {
     return state_->planner.plan(tokens);
 }

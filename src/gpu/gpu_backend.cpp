@@ -322,6 +322,11 @@ public:
 
     DeviceCheck* device_check() noexcept override { return check_ && (world() == 1 || has_window()) ? &*check_ : nullptr; }
 
+    std::span<std::byte> peer_window() const noexcept override {
+        if (world() == 1 || !has_window()) return {};
+        return {static_cast<std::byte*>(peer_memory_->base(rank())), static_cast<std::size_t>(all_window_bytes())};
+    }
+
     Status poll_fault() noexcept override {
         Status fault = records_->poll();
         if (!fault.ok() && check_) {

@@ -204,6 +204,9 @@ public:
     virtual void share(Step, const Region&, FunctionRef<void(int peer, const Region& from)>) {}
     virtual Waits waits() const noexcept { return {}; }
 
+    /// This rank's memory that peers' devices write, for tests that damage it; empty where there is none.
+    virtual std::span<std::byte> peer_window() const noexcept { return {}; }
+
     /// The first fault that the device or a peer reported, if any. Never blocks.
     virtual Status poll_fault() noexcept = 0;
     virtual void abort(const std::string& reason) noexcept = 0;
