@@ -268,8 +268,8 @@ LATENT_MOE_C_API latent_moe_status latent_moe_layer_run(const latent_moe_layer* 
                                                         const latent_moe_input* input, void* out, int64_t out_stride,
                                                         void* stream);
 
-/* The same call in two halves, so that the shared rows travel while the routed experts still compute. Between them the context
- * takes no other call. */
+/* The same call in two halves, so that the shared rows travel while the routed experts still compute. Between them the
+ * context takes no other call. */
 
 /* Enqueues the reduction of `shared` for a call of `tokens` rows into `out`, which holds what was reduced until `finish`.
  * `tail`: LATENT_MOE_TAIL_AUTO, replicated, column_parallel or token_parallel. */

@@ -498,8 +498,8 @@ latent_moe_status latent_moe_layer_begin(const latent_moe_layer* layer, int32_t 
         const latent_moe::Layer& of = present("layer", layer).layer;
         const std::optional<latent_moe::Tail> asked = tail_of(tail);
         const latent_moe::Rows to{out, out_stride};
-        status = asked ? of.begin(*asked, rows_of(shared), to, tokens, stream)
-                       : of.begin(rows_of(shared), to, tokens, stream);
+        status =
+            asked ? of.begin(*asked, rows_of(shared), to, tokens, stream) : of.begin(rows_of(shared), to, tokens, stream);
     });
     return refused != LATENT_MOE_OK ? refused : returned(status);
 }

@@ -235,7 +235,8 @@ int execute(const Arguments& arguments, Ranks& ranks) {
                     continue;
                 }
                 progress.say("{}, {} tokens", name(tail), tokens);
-                const auto [ranks_identical, repeat_identical] = run_twice(context, bootstrap, tail, input, *device, out, arguments.halves);
+                const auto [ranks_identical, repeat_identical] =
+                    run_twice(context, bootstrap, tail, input, *device, out, arguments.halves);
                 const ConstMatrix whole = out.whole(bootstrap, tokens);
                 const bool batch_identical = !problem.options.batch_invariant || same_first_rows(whole, earlier[tail]);
                 if (!tells) continue;

@@ -204,9 +204,8 @@ std::string GpuDeviceCheck::finding() const {
     switch (found.found) {
         case Found::nothing: return {};
         case Found::weights:
-            return fmt::format(
-                "self-check: the packed weights of layer {} have changed: checksum {:016x}, expected {:016x}", found.layer,
-                number_of(found.checksum), number_of(found.expected));
+            return fmt::format("self-check: the packed weights of layer {} have changed: checksum {:016x}, expected {:016x}",
+                               found.layer, number_of(found.checksum), number_of(found.expected));
         case Found::output:
             return fmt::format(
                 "self-check: the output of tail {} of layer {} is {} at row {}, column {}, expected {} within {:.2g}",

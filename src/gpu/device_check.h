@@ -24,8 +24,8 @@ public:
     std::int64_t window_bytes() const noexcept;
     /// Of this rank's part; before the first call and after a fault.
     void reset(void* base, cudaStream_t stream) const;
-    /// Takes its memory and loads its kernels; `exchange.window` has this part's bases, `others` the heads of the windows that
-    /// a mismatch stops too.
+    /// Takes its memory and loads its kernels; `exchange.window` has this part's bases, `others` the heads of the windows
+    /// that a mismatch stops too.
     void acquire(const Exchange& exchange, const std::vector<std::array<void*, max_ranks>>& others, FaultRecord* unread);
     void release() noexcept;
     std::size_t workspace_bytes() const noexcept { return scratch_.bytes(); }

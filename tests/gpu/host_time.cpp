@@ -81,9 +81,10 @@ void measure(const Bootstrap& boot, const std::vector<std::int64_t>& tokens) {
             meet(boot);
             std::ranges::sort(times);
             if (boot.rank == 0) {
-                fmt::print("host time of Layer::run, TP {}, {} tokens, {:<16} {:5.2f} us a call (10 % under {:.2f}, 90 % under {:.2f})\n",
-                           boot.world, count, name(candidate.tail), times[bursts / 2], times[bursts / 10],
-                           times[bursts * 9 / 10]);
+                fmt::print(
+                    "host time of Layer::run, TP {}, {} tokens, {:<16} {:5.2f} us a call (10 % under {:.2f}, 90 % under "
+                    "{:.2f})\n",
+                    boot.world, count, name(candidate.tail), times[bursts / 2], times[bursts / 10], times[bursts * 9 / 10]);
                 std::fflush(stdout);
             }
         }
@@ -108,7 +109,8 @@ int main(int argc, char** argv) {
     }
     for (const std::int64_t world : worlds) {
         try {
-            run_thread_ranks(static_cast<int>(world), [&](const Bootstrap& boot) { measure(boot, tokens); }, 20'000);
+            run_thread_ranks(
+                static_cast<int>(world), [&](const Bootstrap& boot) { measure(boot, tokens); }, 20'000);
         } catch (const std::exception& error) {
             fmt::print(stderr, "host_time: {}\n", error.what());
             return 1;

@@ -1,8 +1,9 @@
-// The self-check's two kernels. They share nothing with the tails but the headers of the exchange (header.h), so that what is
-// wrong in a tail's mailboxes, sums or products is not repeated here.
+// The self-check's two kernels. They share nothing with the tails but the headers of the exchange (header.h), so that what
+// is wrong in a tail's mailboxes, sums or products is not repeated here.
 //
 //     keep (one CTA, before the call):   rows to check ──▶ this rank's window │ headers meet │ every rank's rows ──▶ sums
-//     compare (many CTAs, after it):     W_up, sums ──▶ chain; the CTA that is last: chain ◀─?─▶ out, checksum ◀─?─▶ expected
+//     compare (many CTAs, after it):     W_up, sums ──▶ chain; the CTA that is last: chain ◀─?─▶ out, checksum ◀─?─▶
+//     expected
 //
 // WHEN. A rank's kept rows lie in one of two buffers, in turn. They are read by peers after the header of that check came,
 // and written again two checks later: by then the header of the check between has come, which a peer sends after it has read
@@ -141,7 +142,8 @@ __global__ void __launch_bounds__(keep_threads) keep(const __grid_constant__ Par
     const Call call = enter_call(c.exchange);
     const std::uint32_t calls = load_relaxed<Scope::device>(&c.layer->calls);
     sync_cta();  // all have read both
-    const bool due = !call.leave && (calls + static_cast<std::uint64_t>(c.layer_index)) % static_cast<std::uint64_t>(c.period) == 0;
+    const bool due =
+        !call.leave && (calls + static_cast<std::uint64_t>(c.layer_index)) % static_cast<std::uint64_t>(c.period) == 0;
     const std::uint32_t buffer = call.epoch % 2;
     int rows = 0;
     const std::int64_t token = checked_token(c, call.epoch, static_cast<int>(threadIdx.x), &rows);
@@ -294,7 +296,9 @@ LATENT_MOE_DEVICE bool finite(float value) {
 
 /// Half a unit in the last place of 1; of float32 the order of sums is free, so more than that. Like self_check.cpp.
 template <Dtype dtype>
-constexpr float rounding = dtype == Dtype::f32 ? 0x1p-20F : dtype == Dtype::f16 ? 0x1p-11F : 0x1p-8F;
+constexpr float rounding = dtype == Dtype::f32   ? 0x1p-20F
+                           : dtype == Dtype::f16 ? 0x1p-11F
+                                                 : 0x1p-8F;
 
 /// Tells the host and stops every rank: by one thread.
 LATENT_MOE_DEVICE_CALL void tell(const CheckCall& c, const CheckReport& what) {
@@ -320,8 +324,8 @@ LATENT_MOE_DEVICE_CALL void tell(const CheckCall& c, const CheckReport& what) {
 template <Dtype dtype>
 LATENT_MOE_DEVICE void judge(const Params& p, int rows, float (&parts)[norm_threads / norm_group]) {
     const CheckCall& c = p.call;
-    const WeightChecksum found{{load_relaxed<Scope::device>(&c.state->found.words[0]),
-                                load_relaxed<Scope::device>(&c.state->found.words[1])}};
+    const WeightChecksum found{
+        {load_relaxed<Scope::device>(&c.state->found.words[0]), load_relaxed<Scope::device>(&c.state->found.words[1])}};
     if (threadIdx.x == 0) {
         ++c.report->checks;
         const WeightChecksum& expected = c.layer->expected;

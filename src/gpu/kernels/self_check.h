@@ -37,8 +37,8 @@ struct CheckState {
     std::uint32_t due;     ///< whether the call under way is checked
     std::uint32_t buffer;  ///< where its rows were kept (0 or 1)
     std::uint32_t rows;
-    std::uint32_t ticket;    ///< CTAs that are done
-    WeightChecksum found;    ///< so far
+    std::uint32_t ticket;  ///< CTAs that are done
+    WeightChecksum found;  ///< so far
     std::int64_t tokens[most_checked_rows];
     float cancellation[most_checked_rows];  ///< √(ranks · Σ‖partial‖²) / ‖Σ partial‖ of a row of the latent
 };
@@ -109,10 +109,10 @@ struct CheckCall {
 
     const void* gamma = nullptr;  ///< null: no norm
     float epsilon = 1e-5F;
-    WeightParts parts{};            ///< for the checksum
-    const void* plain = nullptr;    ///< W_up of those columns: rows of `latent` elements of `weight_dtype`, …
-    const void* packed = nullptr;   ///< … or, where that is null, packed 16-bit elements (packed_layout.h)
-    std::int64_t packed_rows = 0;   ///< of the packed matrix
+    WeightParts parts{};           ///< for the checksum
+    const void* plain = nullptr;   ///< W_up of those columns: rows of `latent` elements of `weight_dtype`, …
+    const void* packed = nullptr;  ///< … or, where that is null, packed 16-bit elements (packed_layout.h)
+    std::int64_t packed_rows = 0;  ///< of the packed matrix
     Dtype weight_dtype = Dtype::bf16;
     float scale = 1;
     const float* row_scales = nullptr;
