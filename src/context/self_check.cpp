@@ -280,9 +280,9 @@ std::string SelfCheck::save_device_mismatch(const std::string& what, int rank, i
         const std::optional<KeptRows> kept = device->wrong_call();
         if (!kept) return {};
         static std::atomic<int> mismatches = 0;  // a process may have many contexts of one number
-        const std::string path = fmt::format("{}/latent-moe-mismatch-{}-{}-context-{}-layer-{}-rank-{}-inputs.safetensors",
-                                             folder_.empty() ? "." : folder_, ::getpid(), ++mismatches, context,
-                                             kept->layer, rank);
+        const std::string path =
+            fmt::format("{}/latent-moe-mismatch-{}-{}-context-{}-layer-{}-rank-{}-inputs.safetensors",
+                        folder_.empty() ? "." : folder_, ::getpid(), ++mismatches, context, kept->layer, rank);
         std::vector<MismatchTensor> inputs;
         for (std::size_t each = 0; each < kept->routed.size(); ++each) {
             inputs.push_back(

@@ -1,5 +1,6 @@
-// What a call outside of a graph costs the host: how long `Layer::run` takes to enqueue a tail. Ranks are threads of this
-// process, one GPU each or several on one. Not a pass or a fail: it prints microseconds.
+// What a call outside of a graph costs the host: how long `Layer::run` takes to enqueue a tail, and beside it how long one
+// launch of an empty kernel takes. Ranks are threads of this process, one GPU each or several on one; they enqueue in turn,
+// as processes do, which have no driver lock in common, and at once. Not a pass or a fail: it prints microseconds.
 //
 //     host_time [ranks=1,2] [tokens=1,8,64]
 #include <cuda_runtime.h>
@@ -11,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "gpu/kernels/kernels.h"
 #include "gpu/runtime/resources.h"
 #include "latent_moe/latent_moe.h"
 
@@ -41,6 +43,29 @@ std::vector<std::int64_t> numbers(const std::string& text) {
     return found;
 }
 
+/// Of one call on rank 0.
+template <typename Call>
+double median_us(const Bootstrap& boot, cudaStream_t stream, bool in_turn, Call call) {
+    std::vector<double> times;
+    for (int each = 0; each < bursts; ++each) {
+        check(cudaStreamSynchronize(stream), "calls");
+        meet(boot);
+        for (int turn = 0; turn < (in_turn ? boot.world : 1); ++turn) {
+            if (!in_turn || turn == boot.rank) {
+                const auto begin = std::chrono::steady_clock::now();
+                for (int each_call = 0; each_call < burst; ++each_call) call();
+                const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - begin;
+                times.push_back(took.count() / burst);
+            }
+            if (in_turn) meet(boot);
+        }
+    }
+    check(cudaStreamSynchronize(stream), "calls");
+    meet(boot);
+    std::ranges::sort(times);
+    return times[bursts / 2];
+}
+
 void measure(const Bootstrap& boot, const std::vector<std::int64_t>& tokens) {
     const gpu::CurrentDevice device(boot.rank % devices());
     const Shape shape = *shape_preset("kimi-k3");
@@ -61,30 +86,22 @@ void measure(const Bootstrap& boot, const std::vector<std::int64_t>& tokens) {
     const gpu::DeviceMemory out(rows * static_cast<std::size_t>(shape.hidden) * 2, "outputs");
     for (const gpu::DeviceMemory* memory : {&routed, &shared})
         check(cudaMemsetAsync(memory->get(), 0, memory->bytes(), stream.get()), "cudaMemset");
+    const double launch = median_us(boot, stream.get(), true,
+                                    [&] { check(gpu::zero_rows({out.get()}, 1, 8, Dtype::bf16, stream.get()), "kernel"); });
+    if (boot.rank == 0) fmt::print("host time of one small kernel's launch, TP {}: {:.2f} us\n", boot.world, launch);
     for (const std::int64_t count : tokens) {
         for (const Candidate& candidate : context.plan(count).candidates) {
-            std::vector<double> times;
-            for (int each = 0; each < bursts; ++each) {
-                check(cudaStreamSynchronize(stream.get()), "calls");
-                meet(boot);
-                const auto begin = std::chrono::steady_clock::now();
-                for (int call = 0; call < burst; ++call) {
-                    const Status status =
-                        layer.run(candidate.tail, {.routed = {routed.get()}, .shared = {shared.get()}, .tokens = count},
-                                  {out.get()}, stream.get());
-                    if (!status.ok()) throw Error(status.code(), status.message());
-                }
-                const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - begin;
-                times.push_back(took.count() / burst);
-            }
-            check(cudaStreamSynchronize(stream.get()), "calls");
-            meet(boot);
-            std::ranges::sort(times);
+            const auto run = [&] {
+                const Status status =
+                    layer.run(candidate.tail, {.routed = {routed.get()}, .shared = {shared.get()}, .tokens = count},
+                              {out.get()}, stream.get());
+                if (!status.ok()) throw Error(status.code(), status.message());
+            };
+            const double in_turn = median_us(boot, stream.get(), true, run);
+            const double at_once = boot.world == 1 ? in_turn : median_us(boot, stream.get(), false, run);
             if (boot.rank == 0) {
-                fmt::print(
-                    "host time of Layer::run, TP {}, {} tokens, {:<16} {:5.2f} us a call (10 % under {:.2f}, 90 % under "
-                    "{:.2f})\n",
-                    boot.world, count, name(candidate.tail), times[bursts / 2], times[bursts / 10], times[bursts * 9 / 10]);
+                fmt::print("host time of Layer::run, TP {}, {} tokens, {:<16} {:5.2f} us a call in turn, {:5.2f} at once\n",
+                           boot.world, count, name(candidate.tail), in_turn, at_once);
                 std::fflush(stdout);
             }
         }

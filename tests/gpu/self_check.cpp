@@ -273,7 +273,8 @@ std::vector<std::vector<std::byte*>> mailbox_bytes(const Context& context) {
         while (end + 2 <= copy.size() && armed(end)) end += 2;
         if (end - at >= 4096) {  // three slots, one behind the other
             found.emplace_back();
-            for (std::size_t slot = 0; slot < 3; ++slot) found.back().push_back(window.data() + at + slot * ((end - at) / 3) + 1);
+            for (std::size_t slot = 0; slot < 3; ++slot)
+                found.back().push_back(window.data() + at + slot * ((end - at) / 3) + 1);
         }
         at = end;
     }
