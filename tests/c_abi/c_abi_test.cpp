@@ -138,8 +138,8 @@ TEST_F(CAbi, TakesACallInHalves) {
         LATENT_MOE_UNSUPPORTED, "there is one rank");
     EXPECT_FAILURE(latent_moe_layer_begin(nullptr, 0, {shared.data(), 0}, tokens, halves.data(), 0, nullptr),
                    LATENT_MOE_INVALID_ARGUMENT, "layer is null");
-    EXPECT_FAILURE(latent_moe_layer_finish(nullptr, {routed.data(), 0}, {nullptr, 0}, nullptr),
-                   LATENT_MOE_INVALID_ARGUMENT, "layer is null");
+    EXPECT_FAILURE(latent_moe_layer_finish(nullptr, {routed.data(), 0}, {nullptr, 0}, nullptr), LATENT_MOE_INVALID_ARGUMENT,
+                   "layer is null");
 }
 
 TEST(CAbiRanks, OfASequenceParallelContextGetTheirOwnRows) {
