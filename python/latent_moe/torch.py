@@ -12,13 +12,12 @@ Importing this module registers, for CPU and GPU tensors, with fake kernels:
     torch.ops.latent_moe.tail(routed, shared?, prefix?, layer) -> Tensor
     torch.ops.latent_moe.tail_deferred(rows, weights, row_map, shared?, prefix?, layer) -> Tensor
     torch.ops.latent_moe.tail_out(routed, shared?, prefix?, out!, layer) -> ()
-    torch.ops.latent_moe.begin(shared, out!, layer) -> ()
-    torch.ops.latent_moe.finish(routed, prefix?, out!, layer) -> ()
     torch.ops.latent_moe.all_reduce_rms_norm(x, gamma?, context) -> Tensor
     torch.ops.latent_moe.accumulate_projection(a, c_slice!, layer) -> ()
 
 `layer` and `context` are the integers that `handle` gives. The operators are collective: every rank runs the same ones in
-the same order, as with the collectives of torch.distributed. They have no derivatives.
+the same order, as with the collectives of torch.distributed. They have no derivatives. Calls in halves have no operators: what
+a compiler does to an output between the halves would part them; `Layer.begin` takes tensors outside of compiled code.
 """
 
 from __future__ import annotations
@@ -148,23 +147,6 @@ def _tail_out(routed, shared, prefix, out, layer: int) -> None:
     _run(routed, shared, prefix, out, _layer(layer))
 
 
-def _begin(shared, out, layer: int) -> None:
-    of = _layer(layer)
-    of._core.begin(of.context._core, torch_view(shared), torch_view(out), current_stream(out.device), None)
-
-
-def _finish(routed, prefix, out, layer: int) -> None:
-    of = _layer(layer)
-    of._core.finish(
-        of.context._core,
-        routed.shape[0],
-        out.shape[0],
-        torch_view(routed),
-        _optional(prefix),
-        current_stream(out.device),
-    )
-
-
 def _all_reduce_rms_norm(x, gamma, context: int):
     y = x.new_empty(x.shape)
     _context(context)._core.all_reduce_rms_norm(torch_view(x), _optional(gamma), torch_view(y), current_stream(x.device))
@@ -192,17 +174,6 @@ def _register() -> torch.library.Library:
             "tail_out(Tensor routed, Tensor? shared, Tensor? prefix, Tensor(a!) out, int layer) -> ()",
             _tail_out,
             lambda routed, shared, prefix, out, layer: None,
-        ),
-        (
-            "begin(Tensor shared, Tensor(a!) out, int layer) -> ()",
-            _begin,
-            lambda shared, out, layer: None,
-        ),
-        (
-            # `out` is that of `begin`: naming it again keeps the halves in order in a compiled graph.
-            "finish(Tensor routed, Tensor? prefix, Tensor(a!) out, int layer) -> ()",
-            _finish,
-            lambda routed, prefix, out, layer: None,
         ),
         (
             "all_reduce_rms_norm(Tensor x, Tensor? gamma, int context) -> Tensor",

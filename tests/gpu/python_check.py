@@ -164,13 +164,7 @@ class Check:
 
     def halves(self, tokens):
         routed, shared, prefix = self.inputs(tokens)
-        out = torch.empty_like(shared)
-
-        def call():
-            torch.ops.latent_moe.begin(shared, out, self.handles[0])
-            torch.ops.latent_moe.finish(routed, prefix, out, self.handles[0])
-
-        self.together(call)
+        out = self.together(lambda: self.layers[0].begin(shared).finish(routed, prefix))
         possible = {each.tail for each in self.context.plan(tokens).candidates}
         tails = possible & {"replicated", "column_parallel", "token_parallel"}
         whole = [self.together(lambda tail=tail: self.layers[0].run(routed, shared, prefix, tail=tail)) for tail in sorted(tails)]
