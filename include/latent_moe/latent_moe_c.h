@@ -267,6 +267,18 @@ LATENT_MOE_C_API latent_moe_status latent_moe_input_init(latent_moe_input* input
 LATENT_MOE_C_API latent_moe_status latent_moe_layer_run(const latent_moe_layer* layer, int32_t tail,
                                                         const latent_moe_input* input, void* out, int64_t out_stride,
                                                         void* stream);
+
+/* The same call in two halves, so that the shared rows travel while the routed experts still compute. Between them the
+ * context takes no other call. */
+
+/* Enqueues the reduction of `shared` for a call of `tokens` rows into `out`, which holds what was reduced until `finish`.
+ * `tail`: LATENT_MOE_TAIL_AUTO, replicated, column_parallel or token_parallel. */
+LATENT_MOE_C_API latent_moe_status latent_moe_layer_begin(const latent_moe_layer* layer, int32_t tail,
+                                                          latent_moe_rows shared, int64_t tokens, void* out,
+                                                          int64_t out_stride, void* stream);
+/* Enqueues the rest, on the same stream or another. `prefix.data` null: none; it may not overlap `out`. */
+LATENT_MOE_C_API latent_moe_status latent_moe_layer_finish(const latent_moe_layer* layer, latent_moe_rows routed,
+                                                           latent_moe_rows prefix, void* stream);
 LATENT_MOE_C_API int64_t latent_moe_layer_id(const latent_moe_layer* layer);
 
 /* The tail's parts as operations of their own. */

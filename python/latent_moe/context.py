@@ -53,7 +53,7 @@ class Options:
     device: int = -1
     reserved_sms: int = 16
     self_check_period: int = 0
-    """One call in so many of each layer is checked against the unfused chain; 0: none. The CPU backend has it."""
+    """One call in so many of each layer is checked against the unfused chain; 0: none."""
     self_check_folder: str = ""
     """Where the inputs of a mismatch are saved; empty: the current folder."""
     tune_table: str = "auto"
@@ -198,6 +198,43 @@ class Layer:
             consume_shared,
         )
         return out
+
+    def begin(
+        self, shared: Array, out: Array | None = None, *, stream: int | None = None, tail: TailName | None = None
+    ) -> Half:
+        """The first half of a call: `shared` travels while the routed experts still compute. `Half.finish` is the second.
+
+        Both together are bit for bit `run(…, tail=tail)`. `tail`: `replicated`, `column_parallel` or `token_parallel`; the
+        cheapest of them if it is not given. `out` holds what was reduced until then; it may be `shared`. Collective.
+        """
+        context = self.context
+        if out is None:
+            out = empty_like(shared, context.output_rows(shared.shape[0]), context.shape.hidden)
+        self._core.begin(context._core, view(shared), view(out), stream_of(shared, stream), tail)
+        return Half(self, shared.shape[0], out)
+
+
+class Half:
+    """A call whose shared rows are on their way. It takes `finish` once; until then the context takes no other call."""
+
+    __slots__ = ("_layer", "_tokens", "out")
+
+    def __init__(self, layer: Layer, tokens: int, out: Array) -> None:
+        self._layer = layer
+        self._tokens = tokens
+        self.out = out
+
+    def finish(self, routed: Array, prefix: Array | None = None, *, stream: int | None = None) -> Array:
+        """Enqueues the rest of the call, on the same stream or another, and returns `out`. `prefix` is not `out`."""
+        self._layer._core.finish(
+            self._layer.context._core,
+            self._tokens,
+            self.out.shape[0],
+            view(routed),
+            optional_view(prefix),
+            stream_of(routed, stream),
+        )
+        return self.out
 
 
 class Context:

@@ -333,6 +333,38 @@ void run(const Layer& layer, const Context& context, const std::optional<View>& 
     require(status);
 }
 
+/// The first half of a tail of `shared.rows` tokens.
+void begin(const Layer& layer, const Context& context, const View& shared, View& out, std::uintptr_t stream,
+           const std::optional<std::string>& tail) {
+    const Expectation expected = expectation_of(context);
+    const std::int64_t tokens = shared.rows;
+    const std::int64_t own = context.options().sequence_parallel ? context.own_tokens(tokens, context.rank()).count : tokens;
+    const ConstRows from = expected.rows("shared", shared, tokens, context.shape().hidden);
+    const Rows to = expected.writable("out", out, own, context.shape().hidden);
+    const std::optional<Tail> asked = tail_from(tail);
+    Status status;
+    {
+        const nb::gil_scoped_release free;
+        status = asked ? layer.begin(*asked, from, to, tokens, stream_from(stream))
+                       : layer.begin(from, to, tokens, stream_from(stream));
+    }
+    require(status);
+}
+
+/// The second. `tokens` and `own` are the call's rows and those of its output, for the checks.
+void finish(const Layer& layer, const Context& context, std::int64_t tokens, std::int64_t own, const View& routed,
+            const std::optional<View>& prefix, std::uintptr_t stream) {
+    const Expectation expected = expectation_of(context);
+    const ConstRows from = expected.rows("routed", routed, tokens, context.shape().latent);
+    const ConstRows added = expected.rows("prefix", prefix, own, context.shape().hidden);
+    Status status;
+    {
+        const nb::gil_scoped_release free;
+        status = layer.finish(from, added, stream_from(stream));
+    }
+    require(status);
+}
+
 void all_reduce_rms_norm(const Context& context, const View& x, const std::optional<View>& gamma, View& y,
                          std::uintptr_t stream) {
     const Expectation expected = expectation_of(context);
@@ -487,7 +519,9 @@ NB_MODULE(_core, module) {
     nb::class_<Layer>(module, "Layer")
         .def_prop_ro("id", &Layer::id)
         .def("run", &run, "context"_a, "routed"_a.none(), "uncombined"_a.none(), "shared"_a.none(), "prefix"_a.none(),
-             "out"_a, "stream"_a, "tail"_a.none(), "consume_shared"_a);
+             "out"_a, "stream"_a, "tail"_a.none(), "consume_shared"_a)
+        .def("begin", &begin, "context"_a, "shared"_a, "out"_a, "stream"_a, "tail"_a.none())
+        .def("finish", &finish, "context"_a, "tokens"_a, "own"_a, "routed"_a, "prefix"_a.none(), "stream"_a);
 
     nb::class_<Context>(module, "Context")
         .def_static("create", &create, "shape"_a, "bootstrap"_a, "options"_a)

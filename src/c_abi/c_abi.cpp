@@ -491,6 +491,25 @@ latent_moe_status latent_moe_layer_run(const latent_moe_layer* layer, int32_t ta
     return refused != LATENT_MOE_OK ? refused : returned(status);
 }
 
+latent_moe_status latent_moe_layer_begin(const latent_moe_layer* layer, int32_t tail, latent_moe_rows shared, int64_t tokens,
+                                         void* out, int64_t out_stride, void* stream) {
+    latent_moe::Status status;
+    const latent_moe_status refused = guarded([&] {
+        const latent_moe::Layer& of = present("layer", layer).layer;
+        const std::optional<latent_moe::Tail> asked = tail_of(tail);
+        const latent_moe::Rows to{out, out_stride};
+        status =
+            asked ? of.begin(*asked, rows_of(shared), to, tokens, stream) : of.begin(rows_of(shared), to, tokens, stream);
+    });
+    return refused != LATENT_MOE_OK ? refused : returned(status);
+}
+
+latent_moe_status latent_moe_layer_finish(const latent_moe_layer* layer, latent_moe_rows routed, latent_moe_rows prefix,
+                                          void* stream) {
+    if (layer == nullptr) return failed(latent_moe::StatusCode::invalid_argument, "layer is null");
+    return returned(layer->layer.finish(rows_of(routed), rows_of(prefix), stream));
+}
+
 int64_t latent_moe_layer_id(const latent_moe_layer* layer) {
     return layer == nullptr ? -1 : layer->layer.id();
 }

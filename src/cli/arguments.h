@@ -59,6 +59,7 @@ struct Arguments {
     bool keep_whole_weights = false;
     int deferred_slots = 0;  ///< hand over this many un-combined rows a token; 0: combined ones
     bool batch_invariant = false;
+    bool halves = false;
     bool float8_weights = false;
     std::optional<std::int64_t> capacity;
     std::vector<std::pair<Tail, std::int64_t>> limits;

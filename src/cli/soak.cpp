@@ -120,7 +120,6 @@ public:
         options.backend = arguments.backend;
         options.timeout_ms = arguments.timeout_ms;
         options.cpu_threads = arguments.threads;
-        if (find_backend(options.backend).name != "cpu") options.self_check_period = 0;  // the one that has it
         device_ = make_device(options, bootstrap);
         for (int layer = 0; layer < set.layers; ++layer) layers_.push_back(static_cast<std::int64_t>(first_layer) + layer);
         for (int context = 0; context < set.contexts; ++context) {

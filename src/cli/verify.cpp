@@ -13,6 +13,7 @@
 #include "cli/problem.h"
 #include "cli/rank_work.h"
 #include "core/float8_packing.h"
+#include "core/planner.h"
 #include "latent_moe/status.h"
 
 namespace latent_moe::cli {
@@ -25,6 +26,9 @@ void add_options(CLI::App& app, Arguments& arguments) {
     add_tail_option(app, arguments, TailChoice::Kind::all);
     add_context_options(app, arguments);
     add_feature_options(app, arguments);
+    app.add_flag("--halves", arguments.halves, "calls in halves: begin with the shared rows, finish with the routed ones")
+        ->excludes("--deferred")
+        ->group("Features");
     add_tensor_options(app, arguments, true);
     add_output_options(app, arguments);
 }
@@ -66,16 +70,29 @@ std::vector<Tail> tails_to_try(const TailChoice& choice, const Plan& plan) {
     return all;
 }
 
+/// Why a tail cannot be tried, if it cannot.
+std::optional<std::string> why_not(const Arguments& arguments, const Plan& plan, Tail tail) {
+    if (arguments.halves && !has_halves(tail)) return "it has no halves";
+    return refusal_of(plan, tail);
+}
+
+Status run_once(const Context& context, Tail tail, const TailInput& input, const Rows& out, Stream stream, bool halves) {
+    const Layer layer = context.layer(0);
+    if (!halves) return layer.run(tail, input, out, stream);
+    const Status begun = layer.begin(tail, input.shared, out, input.tokens, stream);
+    return begun.ok() ? layer.finish(input.routed, input.prefix, stream) : begun;
+}
+
 /// Runs a tail twice over poisoned memory: what a call leaves unwritten shows as NaN, what it leaves to chance as a
 /// difference.
 std::pair<bool, bool> run_twice(const Context& context, const Bootstrap& bootstrap, Tail tail, const TailInput& input,
-                                Device& device, RankOutput& out) {
+                                Device& device, RankOutput& out, bool halves) {
     out.fill_bytes(0xFE);
-    require(context.layer(0).run(tail, input, out.rows(), device.stream()));
+    require(run_once(context, tail, input, out.rows(), device.stream(), halves));
     const ConstMatrix once = out.written(input.tokens);
     const std::vector<std::byte> first(once.data, once.data + once.rows * once.row_bytes());
     out.fill_bytes(0xFF);
-    require(context.layer(0).run(tail, input, out.rows(), device.stream()));
+    require(run_once(context, tail, input, out.rows(), device.stream(), halves));
     const ConstMatrix written = out.written(input.tokens);
     const bool repeated = first.empty() || std::memcmp(first.data(), written.data, first.size()) == 0;
     const std::vector<char> all_repeated = gathered(bootstrap, static_cast<char>(repeated));
@@ -213,12 +230,13 @@ int execute(const Arguments& arguments, Ranks& ranks) {
             const Plan plan = context.plan(tokens);
             const TailInput input = rank_inputs.of(context, tokens);
             for (const Tail tail : tails_to_try(arguments.tail, plan)) {
-                if (const auto reason = refusal_of(plan, tail)) {
+                if (const auto reason = why_not(arguments, plan, tail)) {
                     if (tells) result.refused.push_back({tokens, {tail, *reason}});
                     continue;
                 }
                 progress.say("{}, {} tokens", name(tail), tokens);
-                const auto [ranks_identical, repeat_identical] = run_twice(context, bootstrap, tail, input, *device, out);
+                const auto [ranks_identical, repeat_identical] =
+                    run_twice(context, bootstrap, tail, input, *device, out, arguments.halves);
                 const ConstMatrix whole = out.whole(bootstrap, tokens);
                 const bool batch_identical = !problem.options.batch_invariant || same_first_rows(whole, earlier[tail]);
                 if (!tells) continue;
@@ -245,6 +263,7 @@ Command verify_command() {
                 "  latent-moe verify --model kimi-k3 --tp 4 --tokens 0,1,5,8,16,33 --tail all\n"
                 "  latent-moe verify --model nemotron-3-super --tp 3 --dtype f16 --json -\n"
                 "  latent-moe verify --weights checkpoint/ --layer 2 --tp 2 --tail column_parallel\n"
+                "  latent-moe verify --halves --tp 2 --tokens 1,7,64\n"
                 "  latent-moe verify --deferred 8 --float8-weights --batch-invariant --tokens 1,7,64\n"
                 "  mpirun -n 4 latent-moe verify --ranks processes --model kimi-k3",
             .add_options = &add_options,

@@ -127,13 +127,12 @@ public:
     }
 
     std::optional<Fault> fault() const {
-        {
-            const std::lock_guard lock(fault_mutex_);
-            if (fault_) return fault_;
-        }
+        const std::lock_guard lock(fault_mutex_);
+        if (fault_) return fault_;
         const Status device = backend->poll_fault();
         if (device.ok()) return std::nullopt;
-        return Fault{.message = device.message()};
+        if (!saved_) saved_ = self_check.save_device_mismatch(device.message(), bootstrap.rank, number);
+        return Fault{.message = device.message() + *saved_};
     }
 
     void abort(const std::string& reason) {
@@ -193,6 +192,7 @@ private:
 
     mutable std::mutex fault_mutex_;
     std::optional<Fault> fault_;
+    mutable std::optional<std::string> saved_;  ///< what `fault` says of a device's mismatch beside the backend's words
 };
 
 namespace {
@@ -393,6 +393,14 @@ Capabilities ContextAccess::capabilities(const Context& context) {
     return context.state_->backend->capabilities();
 }
 
+Backend& ContextAccess::backend(const Context& context) {
+    return *context.state_->backend;
+}
+
+PackedLayer& ContextAccess::packed_layer(const Context& context, std::size_t index) {
+    return *context.state_->layers[index].packed;
+}
+
 Plan Context::plan(std::int64_t tokens) const {
     return state_->planner.plan(tokens);
 }
@@ -415,6 +423,7 @@ std::optional<Fault> Context::poll_fault() const {
 Counters Context::counters() const noexcept {
     Counters counters = state_->counters.read();
     const Waits waits = state_->backend->waits();
+    if (const DeviceCheck* device = state_->backend->device_check()) counters.self_checks += device->checks();
     counters.waits = waits.count;
     counters.wait_us = waits.us;
     counters.longest_wait_us = waits.longest_us;
@@ -552,17 +561,14 @@ Status run_tail(ContextState& state, std::size_t index, std::optional<Tail> aske
         begin();
         if (deferred) call.routed = state.backend->combine(*deferred, input.tokens);
         const bool checked = state.self_check.due(index);
-        if (checked) state.self_check.keep(call);
+        if (checked) state.self_check.keep(call, identity, index);
         const Schedule schedule = portable_schedule(identity.tail);
         if (schedule != nullptr) {
             schedule(*state.backend, call);
         } else {
             state.backend->fused_tail(call);
         }
-        if (checked) {
-            state.self_check.verify(call, identity, index);
-            state.counters.checked();
-        }
+        if (checked && state.self_check.verify(call, identity, index)) state.counters.checked();
         state.backend->end_call(call.stop_before_gather ? ConstMatrix{} : ConstMatrix(call.out));
     });
 }

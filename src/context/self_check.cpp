@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -95,30 +96,37 @@ private:
 
 SelfCheck::SelfCheck(Backend& backend, const Shape& shape, std::int64_t period, std::string folder)
     : backend_(backend), shape_(shape), period_(period), folder_(std::move(folder)) {
-    if (period > 0 && !backend.can_self_check()) {
-        throw Error(StatusCode::unsupported, fmt::format("self_check_period is {}, but the {} backend has no self-check yet",
-                                                         period, backend.name()));
+    if (period > 0 && !backend.can_self_check() && backend.device_check() == nullptr) {
+        throw Error(StatusCode::unsupported,
+                    fmt::format("self_check_period is {}, but the {} backend has no self-check without a window that all "
+                                "ranks' devices address",
+                                period, backend.name()));
     }
 }
 
 void SelfCheck::seal_layer(const PackedLayer& layer) {
     if (!on()) return;
+    if (DeviceCheck* device = backend_.device_check()) return device->seal_layer(layer);
     checksums_.push_back(checksum_of(backend_.host_layer(layer), shape_));
     calls_.push_back(0);
 }
 
 void SelfCheck::verify_weights(std::size_t index, std::int64_t id, const PackedLayer& layer) const {
     if (!on()) return;
-    const std::uint64_t found = checksum_of(backend_.host_layer(layer), shape_);
-    if (found == checksums_[index]) return;
+    DeviceCheck* const device = backend_.device_check();
+    const auto [found, expected] =
+        device != nullptr ? device->checksums(index, layer)
+                          : DeviceCheck::Checksums{checksum_of(backend_.host_layer(layer), shape_), checksums_[index]};
+    if (found == expected) return;
     throw Error(StatusCode::mismatch,
                 fmt::format("self-check: the packed weights of layer {} have changed: checksum {:016x}, "
                             "expected {:016x}",
-                            id, found, checksums_[index]));
+                            id, found, expected));
 }
 
 bool SelfCheck::due(std::size_t index) noexcept {
     // Layers take turns, so that the checks do not all fall on one step of a model.
+    if (on() && backend_.device_check() != nullptr) return true;  // it counts there
     return on() && (calls_[index]++ + static_cast<std::int64_t>(index)) % period_ == 0;
 }
 
@@ -150,7 +158,8 @@ SelfCheck::Kept SelfCheck::copy_rows(const ConstMatrix& matrix, std::int64_t fir
     return kept;
 }
 
-void SelfCheck::keep(const TailCall& call) {
+void SelfCheck::keep(const TailCall& call, const CallIdentity& identity, std::size_t index) {
+    if (DeviceCheck* device = backend_.device_check()) return device->before(call, identity, index);
     ++checks_;
     rows_ = rows_to_check(call);
     const std::int64_t first = call.stop_before_gather ? even_part(call.tokens, call.world, call.rank).first : 0;
@@ -168,7 +177,11 @@ std::vector<SelfCheck::Kept> SelfCheck::gather(const Kept& mine, int world) {
     return all;
 }
 
-void SelfCheck::verify(const TailCall& call, const CallIdentity& identity, std::size_t index) {
+bool SelfCheck::verify(const TailCall& call, const CallIdentity& identity, std::size_t index) {
+    if (DeviceCheck* device = backend_.device_check()) {
+        device->after(call, identity, index);
+        return false;
+    }
     std::string found;
     try {
         verify_weights(index, identity.layer, call.layer);
@@ -188,6 +201,7 @@ void SelfCheck::verify(const TailCall& call, const CallIdentity& identity, std::
         if (!text.empty())
             throw ExchangeError(StatusCode::mismatch, fmt::format("rank {}: {}", rank, text), rank, Step::self_check);
     }
+    return true;
 }
 
 std::string SelfCheck::compare(const TailCall& call, const CallIdentity& identity, const HostLayer& layer,
@@ -257,6 +271,32 @@ std::string SelfCheck::compare(const TailCall& call, const CallIdentity& identit
         }
     }
     return {};
+}
+
+std::string SelfCheck::save_device_mismatch(const std::string& what, int rank, int context) const {
+    DeviceCheck* const device = backend_.device_check();
+    if (!on() || device == nullptr) return {};
+    try {
+        const std::optional<KeptRows> kept = device->wrong_call();
+        if (!kept) return {};
+        static std::atomic<int> mismatches = 0;  // a process may have many contexts of one number
+        const std::string path =
+            fmt::format("{}/latent-moe-mismatch-{}-{}-context-{}-layer-{}-rank-{}-inputs.safetensors",
+                        folder_.empty() ? "." : folder_, ::getpid(), ++mismatches, context, kept->layer, rank);
+        std::vector<MismatchTensor> inputs;
+        for (std::size_t each = 0; each < kept->routed.size(); ++each) {
+            inputs.push_back(
+                {fmt::format("routed.{}", each), matrix_of(kept->routed[each], shape_.latent, shape_.activations)});
+        }
+        for (std::size_t each = 0; each < kept->shared.size(); ++each) {
+            inputs.push_back(
+                {fmt::format("shared.{}", each), matrix_of(kept->shared[each], shape_.hidden, shape_.activations)});
+        }
+        write_mismatch(path, what, inputs);
+        return fmt::format("; inputs saved to {}", path);
+    } catch (const std::exception& error) {
+        return fmt::format("; inputs not saved: {}", error.what());
+    }
 }
 
 std::string SelfCheck::save(const TailCall& call, const CallIdentity& identity, const Gathered& gathered,

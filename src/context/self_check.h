@@ -6,6 +6,8 @@
 //                       with the plain loops of core/reference.cpp, which no tail uses, and compares
 //              all ranks exchange what they found: a mismatch on one is an error on all
 //
+// Where calls only enqueue work, the device does the same by itself (`DeviceCheck`), and this only hands calls on.
+//
 // A call of up to 16 tokens is checked whole, a larger one in 16 rows, others each time. What a rank finds wrong it saves to
 // a safetensors file, with the inputs of all ranks, which `latent-moe run --inputs` takes.
 #pragma once
@@ -34,9 +36,14 @@ public:
     /// Whether the next call of layer `index` is to be checked; counts it. The same on every rank.
     bool due(std::size_t index) noexcept;
     /// Before a call that is due.
-    void keep(const TailCall& call);
-    /// After it; collective. Throws `mismatch`, on every rank, saying what differs and where it was saved.
-    void verify(const TailCall& call, const CallIdentity& identity, std::size_t index);
+    void keep(const TailCall& call, const CallIdentity& identity, std::size_t index);
+    /// After it; collective. Throws `mismatch`, on every rank, saying what differs and where it was saved. Whether the host
+    /// has checked: a device counts its own checks.
+    bool verify(const TailCall& call, const CallIdentity& identity, std::size_t index);
+
+    /// After a fault that a device reported: saves what all ranks put in if this rank's check found it, and says where.
+    /// Waits for copies from the device.
+    std::string save_device_mismatch(const std::string& what, int rank, int context) const;
 
 private:
     /// Rows of one matrix that were copied, one after another.

@@ -8,7 +8,7 @@
 namespace latent_moe::gpu {
 namespace {
 
-constexpr std::array<const char*, FaultRecords::lanes> lane_names = {"main lane", "side lane", "fused tail"};
+constexpr std::array<const char*, FaultRecords::lanes> lane_names = {"main lane", "side lane", "fused tail", "self-check"};
 
 const char* what(Phase phase) noexcept {
     switch (phase) {
@@ -21,6 +21,8 @@ const char* what(Phase phase) noexcept {
         case Phase::gather: return "the gather";
         case Phase::scatter: return "the scatter";
         case Phase::combine: return "the combining";
+        case Phase::self_check_weights: return "its packed weights";
+        case Phase::self_check_output: return "its output";
     }
     return "a call";
 }
@@ -46,6 +48,10 @@ Status FaultRecords::poll() const {
                 return {StatusCode::timeout, fmt::format("rank {} did not arrive within {} ms at {} ({})", record.rank,
                                                          timeout_ms_, what(phase), where)};
             case FaultCode::mismatch:
+                if (phase == Phase::self_check_weights || phase == Phase::self_check_output) {
+                    return {StatusCode::mismatch,
+                            fmt::format("rank {}: self-check: {} is not as expected ({})", record.rank, what(phase), where)};
+                }
                 if (record.expected == record.found) {  // reported by the peer, which holds the numbers
                     return {StatusCode::mismatch,
                             fmt::format("rank {} found that ranks differ in {} ({})", record.rank, what(phase), where)};

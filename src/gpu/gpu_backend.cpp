@@ -12,6 +12,7 @@
 #include "core/deferred.h"
 #include "core/partition.h"
 #include "gpu/collective_setup.h"
+#include "gpu/device_check.h"
 #include "gpu/external_tails.h"
 #include "gpu/fault_records.h"
 #include "gpu/fused_part.h"
@@ -58,6 +59,8 @@ enum LaneIndex : int { main_lane, side_lane, lane_count };
 
 /// The fused tail has a window and a fault record of its own, behind the lanes'.
 constexpr int fused_record = lane_count;
+/// So has the self-check.
+constexpr int check_record = lane_count + 1;
 
 class GpuBackend final : public Backend {
 public:
@@ -82,6 +85,7 @@ public:
             forked_event_ = make_event();
             joined_event_ = make_event();
             half_event_ = make_event();
+            if (options.self_check_period > 0) check_.emplace(shape, options, bootstrap.rank, bootstrap.world);
         });
         make_product();
         make_communicator();
@@ -175,6 +179,7 @@ public:
                          [&] { reservation_ = GridReservation(topology_.device, ctas, options_.reserved_sms); });
             }
         }
+        acquire_check();
         main_.emplace(shape_, rank(), world(), lane_parts(main_lane, grids));
         side_.emplace(shape_, rank(), world(), lane_parts(side_lane, grids));
         together(bootstrap_, "loading of kernels", [&] {
@@ -195,6 +200,7 @@ public:
         nccl_exchange_.reset();
         peer_memory_.reset();
         product_->release_workspace();
+        if (check_) check_->release();
         latent_ = {};
         product_out_ = {};
         shared_ = {};
@@ -204,6 +210,7 @@ public:
 
     std::size_t workspace_bytes() const noexcept override {
         return latent_.bytes() + product_out_.bytes() + shared_.bytes() + combined_.bytes() + product_->workspace_bytes() +
+               (check_ ? check_->workspace_bytes() : 0) +
                (peer_memory_ != nullptr && has_window() ? static_cast<std::size_t>(all_window_bytes()) : 0) +
                (nccl_exchange_ != nullptr ? nccl_exchange_->workspace_bytes() : 0);
     }
@@ -231,6 +238,7 @@ public:
         // Kernels that wait for their predecessor hold places that a rank or a context beside them may need.
         overlaps_ = identity.is_tail && !topology_.shares_devices() && reservation_.may_start_early();
         main_->set_call(static_cast<cudaStream_t>(stream), identity, overlaps_);
+        if (check_) check_->set_stream(static_cast<cudaStream_t>(stream));
         // Where ranks share a GPU their lanes take turns. With lanes of several ranks waiting for each other on one GPU, a
         // launch was seen to stay behind another rank's wait until that timed out (large messages, 2 to 4 ranks a GPU).
         side_->set_call(topology_.shares_devices() ? main_->stream() : side_stream_.get(), identity, false);
@@ -313,8 +321,19 @@ public:
         fused_->run(here, layer, exchange, main_->stream());
     }
 
+    DeviceCheck* device_check() noexcept override { return check_ && (world() == 1 || has_window()) ? &*check_ : nullptr; }
+
+    std::span<std::byte> peer_window() const noexcept override {
+        if (world() == 1 || !has_window()) return {};
+        return {static_cast<std::byte*>(peer_memory_->base(rank())), static_cast<std::size_t>(all_window_bytes())};
+    }
+
     Status poll_fault() noexcept override {
         Status fault = records_->poll();
+        if (!fault.ok() && check_) {
+            if (std::string finding = check_->finding(); !finding.empty())
+                return {StatusCode::mismatch, fmt::format("rank {}: {}", rank(), finding)};
+        }
         if (fault.ok() && communicator_ != nullptr) fault = communicator_->fault();
         return fault;
     }
@@ -324,6 +343,7 @@ public:
             if (peer_memory_ != nullptr && has_window()) records_->abort(window_base(rank(), lane));
         }
         if (fused_ && fused_->missing().empty()) records_->abort(fused_base(rank()));
+        if (check_ && peer_memory_ != nullptr && has_window()) records_->abort(check_base(rank()));
         if (communicator_ != nullptr) communicator_->abort({StatusCode::aborted, reason});
         bootstrap_.transport->abort(reason);
     }
@@ -413,7 +433,7 @@ private:
         return lane_window_bytes(main_lane) + lane_window_bytes(side_lane);
     }
     std::int64_t all_window_bytes() const noexcept {
-        return window_bytes_of_lanes() + (fused_ ? fused_->window_bytes() : 0);
+        return window_bytes_of_lanes() + (fused_ ? fused_->window_bytes() : 0) + (check_ ? check_->window_bytes() : 0);
     }
 
     /// The lanes' windows lie one behind the other.
@@ -423,6 +443,29 @@ private:
 
     void* fused_base(int rank) const noexcept {
         return static_cast<std::byte*>(peer_memory_->base(rank)) + window_bytes_of_lanes();
+    }
+
+    /// Behind all others.
+    void* check_base(int rank) const noexcept {
+        return static_cast<std::byte*>(peer_memory_->base(rank)) + all_window_bytes() - check_->window_bytes();
+    }
+
+    /// The self-check's own part of the window, and the heads of the others, which it stops when it finds something.
+    void acquire_check() {
+        if (!check_ || (world() > 1 && !has_window())) return;
+        Exchange exchange = exchange_of(check_record, 0);
+        std::vector<std::array<void*, max_ranks>> others;
+        for (int r = 0; r < world() && world() > 1; ++r) exchange.window.base[r] = check_base(r);
+        const auto stops = [&](auto base_of) {
+            others.emplace_back();
+            for (int r = 0; r < world(); ++r) others.back()[static_cast<std::size_t>(r)] = base_of(r);
+        };
+        if (world() > 1) {
+            for (const LaneIndex lane : {main_lane, side_lane}) stops([&](int r) { return window_base(r, lane); });
+            if (fused_->missing().empty()) stops([&](int r) { return fused_base(r); });
+        }
+        together(bootstrap_, "self-check",
+                 [&] { check_->acquire(exchange, others, records_->record(FaultRecords::loading)); });
     }
 
     void acquire_window() {
@@ -437,6 +480,7 @@ private:
         if (!has_window()) return fused_->refuse(window_missing_);
         together(bootstrap_, "peer window", [&] {
             if (fused_->missing().empty()) fused_->reset(fused_base(rank()), setup_stream_.get());
+            if (check_) check_->reset(check_base(rank()), setup_stream_.get());
             for (const LaneIndex lane : {main_lane, side_lane}) {
                 void* base = window_base(rank(), lane);
                 check(reset_window(base, mailbox_slot_bytes(lane), shape_.activations, setup_stream_.get()),
@@ -541,6 +585,7 @@ private:
     std::optional<GpuLane> side_;
     std::optional<FusedPart> fused_;
     Exchange fused_exchange_{};
+    std::optional<GpuDeviceCheck> check_;
     CallIdentity identity_;
     bool forked_ = false;
 };

@@ -86,6 +86,11 @@ std::size_t GpuPackedLayer::bytes() const noexcept {
     return plain_.bytes() + packed_.bytes() + packed_shard_.bytes() + row_scales_.bytes() + gamma_.bytes();
 }
 
+std::array<std::span<const std::byte>, 5> GpuPackedLayer::buffers() const noexcept {
+    const auto all = [](const DeviceMemory& memory) { return std::span<const std::byte>(memory.get(), memory.bytes()); };
+    return {all(plain_), all(packed_), all(packed_shard_), all(row_scales_), all(gamma_)};
+}
+
 std::byte* GpuPackedLayer::plain_row(std::int64_t row) const noexcept {
     return plain_.get() + static_cast<std::size_t>(row - first_stored_) * row_bytes();
 }

@@ -8,8 +8,10 @@
 // rank's shard share their memory wherever a shard begins at a tile.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "gpu/runtime/resources.h"
@@ -42,6 +44,8 @@ public:
     std::size_t bytes() const noexcept override;
 
     ProductWeights weights(WeightPart part) const noexcept;
+    /// All that it holds on the device; empty where there is none.
+    std::array<std::span<const std::byte>, 5> buffers() const noexcept;
     const void* gamma() const noexcept { return gamma_.get(); }
     bool needs_float32_sums() const noexcept { return dtype_ != shape_.activations || row_scales_.get() != nullptr; }
 

@@ -6,8 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "comm/transport.h"
 #include "core/function_ref.h"
@@ -113,6 +115,38 @@ struct HostLayer {
     const void* gamma = nullptr;
 };
 
+/// The rows of a call that was found wrong, a rank each, as host memory.
+struct KeptRows {
+    Tail tail = Tail::replicated;
+    std::int64_t layer = -1;
+    std::vector<std::vector<std::byte>> routed;
+    std::vector<std::vector<std::byte>> shared;  ///< none where the context has no shared rows
+};
+
+/// The self-check where it is work of the device: enqueued with every call, captured ones too, it finds out there whether
+/// the call is due. What it finds wrong is a fault of the backend's (`Backend::poll_fault`).
+class DeviceCheck {
+public:
+    virtual ~DeviceCheck() = default;
+
+    struct Checksums {
+        std::uint64_t found;
+        std::uint64_t expected;
+    };
+    /// Of a layer that is complete; layers in order.
+    virtual void seal_layer(const PackedLayer& layer) = 0;
+    /// Of a layer's weights as they are and as they were sealed. Waits for the device.
+    virtual Checksums checksums(std::size_t index, const PackedLayer& layer) = 0;
+    /// Between `Backend::begin_call` and the tail.
+    virtual void before(const TailCall& call, const CallIdentity& identity, std::size_t index) = 0;
+    /// Between the tail and `Backend::end_call`.
+    virtual void after(const TailCall& call, const CallIdentity& identity, std::size_t index) = 0;
+    /// Calls that were checked, replays too.
+    virtual std::uint64_t checks() const noexcept = 0;
+    /// After a fault: what all ranks put in, if this rank's check found it. Waits for copies.
+    virtual std::optional<KeptRows> wrong_call() = 0;
+};
+
 class Backend {
 public:
     virtual ~Backend() = default;
@@ -161,12 +195,17 @@ public:
     /// The `fused` tail, which is a backend's own; called only where `Capabilities::fused`.
     virtual void fused_tail(const TailCall& call) = 0;
 
-    // What a self-check needs: inputs, output and weights that the host can read, and an exchange of its own.
+    /// The self-check as work of the device; null where it is the host's, or there is none.
+    virtual DeviceCheck* device_check() noexcept { return nullptr; }
+    // What a self-check needs on the host: inputs, output and weights that it can read, and an exchange of its own.
     virtual bool can_self_check() const noexcept { return false; }
     virtual HostLayer host_layer(const PackedLayer&) const { return {}; }
     /// Collective, within a call: every rank's `mine` to every rank, its own too.
     virtual void share(Step, const Region&, FunctionRef<void(int peer, const Region& from)>) {}
     virtual Waits waits() const noexcept { return {}; }
+
+    /// This rank's memory that peers' devices write, for tests that damage it; empty where there is none.
+    virtual std::span<std::byte> peer_window() const noexcept { return {}; }
 
     /// The first fault that the device or a peer reported, if any. Never blocks.
     virtual Status poll_fault() noexcept = 0;

@@ -119,6 +119,83 @@ TEST_F(CAbi, ComputesTheBitsThatTheCppApiComputes) {
     EXPECT_EQ(latent_moe_layer_id(layer), 3);
 }
 
+TEST_F(CAbi, TakesACallInHalves) {
+    const std::vector<float> prefix = numbers(tokens * hidden, 4);
+    input.prefix.data = prefix.data();
+    ASSERT_EQ(run(), LATENT_MOE_OK);
+    std::vector<float> halves(out.size());
+    ASSERT_EQ(latent_moe_layer_begin(layer, LATENT_MOE_TAIL_AUTO, {shared.data(), 0}, tokens, halves.data(), 0, nullptr),
+              LATENT_MOE_OK)
+        << latent_moe_last_error();
+    EXPECT_FAILURE(run(), LATENT_MOE_UNSUPPORTED, "layer 3 has begun and not finished");
+    ASSERT_EQ(latent_moe_layer_finish(layer, {routed.data(), 0}, {prefix.data(), 0}, nullptr), LATENT_MOE_OK)
+        << latent_moe_last_error();
+    EXPECT_EQ(halves, out);
+    EXPECT_FAILURE(latent_moe_layer_finish(layer, {routed.data(), 0}, {nullptr, 0}, nullptr), LATENT_MOE_UNSUPPORTED,
+                   "layer 3 has not begun");
+    EXPECT_FAILURE(
+        latent_moe_layer_begin(layer, LATENT_MOE_TAIL_OVERLAP, {shared.data(), 0}, tokens, halves.data(), 0, nullptr),
+        LATENT_MOE_UNSUPPORTED, "there is one rank");
+    EXPECT_FAILURE(latent_moe_layer_begin(nullptr, 0, {shared.data(), 0}, tokens, halves.data(), 0, nullptr),
+                   LATENT_MOE_INVALID_ARGUMENT, "layer is null");
+    EXPECT_FAILURE(latent_moe_layer_finish(nullptr, {routed.data(), 0}, {nullptr, 0}, nullptr), LATENT_MOE_INVALID_ARGUMENT,
+                   "layer is null");
+}
+
+TEST(CAbiRanks, OfASequenceParallelContextGetTheirOwnRows) {
+    constexpr int world = 2;
+    std::array<latent_moe_bootstrap*, world> bootstraps{};
+    ASSERT_EQ(latent_moe_bootstrap_threads(world, 5000, bootstraps.data()), LATENT_MOE_OK);
+    const std::vector<float> routed = numbers(tokens * latent, 2);
+    const std::vector<float> shared = numbers(tokens * hidden, 3);
+    std::array<std::vector<float>, world> outs;  // of all rows, then of each rank's own
+    std::array<std::vector<float>, world> own;
+    std::array<std::string, world> errors;
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < world; ++rank) {
+        threads.emplace_back([&, rank] {
+            const auto at = static_cast<std::size_t>(rank);
+            for (const int sequence_parallel : {0, 1}) {
+                latent_moe_options options = small_options();
+                options.sequence_parallel = sequence_parallel;
+                options.keep_whole_weights = 1;
+                const latent_moe_shape shape = small_shape();
+                latent_moe_context* context = nullptr;
+                const latent_moe_layer* layer = nullptr;
+                const latent_moe_weights weights = small_weights();
+                latent_moe_input input{};
+                latent_moe_input_init(&input, sizeof input);
+                input.routed.data = routed.data();
+                input.shared.data = shared.data();
+                input.tokens = tokens;
+                std::int64_t first = 0;
+                std::int64_t count = tokens;
+                const bool ready =
+                    latent_moe_context_create(&shape, bootstraps[at], &options, &context) == LATENT_MOE_OK &&
+                    latent_moe_context_add_layer(context, 3, &weights, norm_weights().data(), &layer) == LATENT_MOE_OK &&
+                    latent_moe_context_seal(context) == LATENT_MOE_OK &&
+                    latent_moe_context_own_tokens(context, tokens, rank, &first, &count) == LATENT_MOE_OK;
+                std::vector<float>& out = sequence_parallel != 0 ? own[at] : outs[at];
+                out.resize(static_cast<std::size_t>(sequence_parallel != 0 ? count : tokens) * hidden);
+                if (!ready || latent_moe_layer_run(layer, LATENT_MOE_TAIL_TOKEN_PARALLEL, &input, out.data(), 0, nullptr) !=
+                                  LATENT_MOE_OK)
+                    errors[at] = latent_moe_last_error();
+                latent_moe_context_destroy(context);
+            }
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+    std::vector<float> gathered;
+    for (int rank = 0; rank < world; ++rank) {
+        const auto at = static_cast<std::size_t>(rank);
+        EXPECT_EQ(errors[at], "");
+        gathered.insert(gathered.end(), own[at].begin(), own[at].end());
+        latent_moe_bootstrap_destroy(bootstraps[at]);
+    }
+    EXPECT_EQ(gathered, outs[0]);
+    EXPECT_EQ(outs[0], outs[1]);
+}
+
 TEST_F(CAbi, TakesUncombinedRows) {
     latent_moe_options options = small_options();
     options.deferred_finalize = 1;

@@ -1,5 +1,6 @@
 """PyTorch on GPUs: the operators against the eager chain, captured and replayed, and what a call costs the host.
 
+    python tests/gpu/python_check.py --threads 2                     # ranks are threads, which share what GPUs there are
     torchrun --nproc-per-node 2 tests/gpu/python_check.py            # one rank a GPU, over NCCL
     torchrun --nproc-per-node 2 tests/gpu/python_check.py --cpu      # what can be seen without: parity over gloo
 
@@ -8,7 +9,10 @@ Exits 1 if anything is wrong. Not part of CTest: it needs GPUs and PyTorch.
 
 import argparse
 import os
+import threading
 import time
+
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams of ranks that share a GPU must not queue behind each other
 
 import torch
 import torch.distributed as dist
@@ -17,9 +21,59 @@ import latent_moe as lm
 import latent_moe.torch as lmt
 
 
-class Check:
-    def __init__(self, arguments):
+class Group:
+    """The ranks of torch.distributed's default group, which are processes and enqueue at once."""
+
+    turns = 1
+
+    def __init__(self):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.bootstrap = lmt.process_group_ranks()
+
+    def all_gather(self, part):
+        parts = [torch.empty_like(part) for _ in range(self.world)]
+        dist.all_gather(parts, part)
+        return parts
+
+    def meet(self):
+        dist.barrier()
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+
+    def take_turns(self):
+        """Ranks that are processes do not wait for one another's interpreter."""
+
+
+class Threads:
+    """Ranks that are threads of this process and may share a GPU. Those that run ahead must not make the driver wait for
+    the device while another rank's kernel waits for a launch, so ranks meet with nothing under way."""
+
+    barrier = None
+    parts = None
+
+    def __init__(self, bootstrap):
+        self.rank, self.world, self.bootstrap = bootstrap.rank, bootstrap.world, bootstrap
+        self.turns = self.world
+
+    def all_gather(self, part):
+        self.parts[self.rank] = part
+        self.meet()
+        parts = [each.clone() for each in self.parts]
+        self.meet()
+        return parts
+
+    def meet(self):
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        self.barrier.wait(60)
+
+    def take_turns(self):
+        self.barrier.wait(60)
+
+
+class Check:
+    def __init__(self, arguments, group):
+        self.group, self.rank, self.world = group, group.rank, group.world
         self.device = torch.device("cpu") if arguments.cpu else torch.device("cuda", torch.cuda.current_device())
         self.shape = lm.Shape(arguments.hidden, arguments.latent)
         self.failed = 0
@@ -28,7 +82,7 @@ class Check:
         )
         self.weights = self.draw(0, self.shape.hidden, self.shape.latent) * self.shape.latent**-0.5
         self.gamma = 1 + 0.1 * self.draw(1, 1, self.shape.latent)[0]
-        self.context = lm.Context(self.shape, lmt.process_group_ranks(), options)
+        self.context = lm.Context(self.shape, group.bootstrap, options)
         self.layers = [self.context.add_layer(number, self.weights, self.gamma) for number in range(3)]
         self.context.seal()
         self.handles = [lmt.handle(layer) for layer in self.layers]
@@ -47,10 +101,8 @@ class Check:
         )
 
     def summed(self, partial, dtype):
-        parts = [torch.empty_like(partial) for _ in range(self.world)]
-        dist.all_gather(parts, partial)
         total = torch.zeros_like(partial, dtype=dtype)
-        for part in parts:  # in rank order, as the chain is defined
+        for part in self.group.all_gather(partial):  # in rank order, as the chain is defined
             total += part.to(dtype)
         return total
 
@@ -65,12 +117,17 @@ class Check:
         return self.summed(shared, torch.float64) + y @ self.weights.double().T + prefix.double()
 
     def expect(self, right, what):
-        verdict = torch.tensor([0 if right else 1], device=self.device)
-        dist.all_reduce(verdict)
-        if verdict.item():
-            self.failed += 1
+        wrong = sum(each.item() for each in self.group.all_gather(torch.tensor([0 if right else 1], device=self.device)))
+        self.failed += 1 if wrong else 0
         if self.rank == 0:
-            print(f"{'FAIL' if verdict.item() else 'ok  '} {what}", flush=True)
+            print(f"{'FAIL' if wrong else 'ok  '} {what}", flush=True)
+
+    def together(self, calls):
+        """What `calls` returns, which are tails alone: every rank makes them with nothing else under way."""
+        self.group.meet()
+        out = calls()
+        self.group.meet()
+        return out
 
     def parity(self, tokens):
         arguments = self.inputs(tokens)
@@ -79,10 +136,9 @@ class Check:
         def error(out):
             return ((out.double() - reference).norm() / reference.norm()).item()
 
-        out = torch.ops.latent_moe.tail(*arguments, self.handles[0])
+        out = self.together(lambda: torch.ops.latent_moe.tail(*arguments, self.handles[0]))
         chain = error(self.chain(*arguments))
-        parts = [torch.empty_like(out) for _ in range(self.world)]
-        dist.all_gather(parts, out)
+        parts = self.group.all_gather(out)
         tail = self.context.plan(tokens).tail
         self.expect(error(out) <= 1.05 * chain, f"{tokens} tokens through {tail}: {error(out):.3e}, the chain's {chain:.3e}")
         self.expect(all(torch.equal(out, part) for part in parts), f"{tokens} tokens: the same bits on every rank")
@@ -99,9 +155,20 @@ class Check:
             combined += torch.where(
                 row_map[:, slot : slot + 1] < 0, torch.zeros_like(taken), weights[:, slot : slot + 1] * taken
             )
-        expected = torch.ops.latent_moe.tail(combined.to(torch.bfloat16), shared, prefix, self.handles[0])
-        out = torch.ops.latent_moe.tail_deferred(rows, weights, row_map, shared, prefix, self.handles[0])
+        combined = combined.to(torch.bfloat16)
+        expected = self.together(lambda: torch.ops.latent_moe.tail(combined, shared, prefix, self.handles[0]))
+        out = self.together(
+            lambda: torch.ops.latent_moe.tail_deferred(rows, weights, row_map, shared, prefix, self.handles[0])
+        )
         self.expect(torch.equal(out, expected), f"{tokens} tokens of {slots} un-combined rows: the bits of combined ones")
+
+    def halves(self, tokens):
+        routed, shared, prefix = self.inputs(tokens)
+        out = self.together(lambda: self.layers[0].begin(shared).finish(routed, prefix))
+        possible = {each.tail for each in self.context.plan(tokens).candidates}
+        tails = possible & {"replicated", "column_parallel", "token_parallel"}
+        whole = [self.together(lambda tail=tail: self.layers[0].run(routed, shared, prefix, tail=tail)) for tail in sorted(tails)]
+        self.expect(any(torch.equal(out, each) for each in whole), f"{tokens} tokens in halves: the bits of the whole call")
 
     def replayed(self, tokens):
         static = [each.clone() for each in self.inputs(tokens)]
@@ -112,21 +179,20 @@ class Check:
                 x = torch.ops.latent_moe.tail(static[0], static[1], x, number)
             return x
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
+        self.together(step)  # what a first call sets up is not for a capture
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = step()
+        for turn in range(self.world):  # a capture waits for the whole device first
+            if turn == self.rank:
+                with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+                    out = step()
+            self.group.meet()
         right = True
         for seed in range(20):
             for to, new in zip(static, self.inputs(tokens, seed), strict=True):
                 to.copy_(new)
-            graph.replay()
+            self.together(graph.replay)
             replayed = out.clone()
-            right = right and torch.equal(replayed, step())
+            right = right and torch.equal(replayed, self.together(step))
         self.expect(right, f"{tokens} tokens: three tails captured once, replayed 20 times")
 
     def host_time(self, tokens):
@@ -140,40 +206,61 @@ class Check:
         for name, call in calls.items():
             best = float("inf")
             for _ in range(20):
-                torch.cuda.synchronize()
-                dist.barrier()
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(20):
-                    call()
-                best = min(best, (time.perf_counter() - start) / 20 * 1e6)
+                self.group.meet()
+                for turn in range(self.group.turns):  # threads would wait for each other's GIL
+                    if turn == self.rank % self.group.turns:
+                        start = time.perf_counter()
+                        for _ in range(20):
+                            call()
+                        best = min(best, (time.perf_counter() - start) / 20 * 1e6)
+                    self.group.take_turns()
             if self.rank == 0:
                 print(f"     host time of {name}: {best:.1f} us a call at {tokens} tokens", flush=True)
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--latent", type=int, default=3584)
-    parser.add_argument("--tokens", default="1,8,64,300")
-    arguments = parser.parse_args()
-    if not arguments.cpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("gloo" if arguments.cpu else "nccl")
-    check = Check(arguments)
+def check_rank(arguments, group):
+    """How many checks failed."""
+    check = Check(arguments, group)
     tokens = [int(each) for each in arguments.tokens.split(",")]
     for count in tokens:
         check.parity(count)
     for count in tokens:
         check.uncombined(count)
+        check.halves(count)
     if not arguments.cpu:
         for count in tokens:
             check.replayed(count)
         check.host_time(8)
-    del check.layers, check.context
+    group.meet()
+    return check.failed
+
+
+def check_thread(arguments, bootstrap):
+    if arguments.cpu:
+        return check_rank(arguments, Threads(bootstrap))
+    torch.cuda.set_device(bootstrap.rank % torch.cuda.device_count())
+    with torch.cuda.stream(torch.cuda.Stream()), torch.inference_mode():
+        return check_rank(arguments, Threads(bootstrap))
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--latent", type=int, default=3584)
+    parser.add_argument("--tokens", default="1,8,64,300")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        Threads.barrier = threading.Barrier(arguments.threads)
+        Threads.parts = [None] * arguments.threads
+        return 1 if any(lm.run_thread_ranks(arguments.threads, lambda ranks: check_thread(arguments, ranks))) else 0
+    if not arguments.cpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("gloo" if arguments.cpu else "nccl")
+    failed = check_rank(arguments, Group())
     dist.destroy_process_group()
-    return 1 if check.failed else 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -384,6 +384,36 @@ def test_a_rank_that_aborts_ends_the_others_wait():
     assert faults[0].layer == 3
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_call_in_halves_gives_the_bits_of_the_whole_call(sequence_parallel):
+    problem = Problem(world=3, tokens=17)
+
+    def body(bootstrap):
+        context = problem.context(bootstrap, sequence_parallel=sequence_parallel)
+        (layer,) = context.layers
+        routed, shared = problem.routed[bootstrap.rank], problem.shared[bootstrap.rank]
+        own = context.own_tokens(problem.tokens)
+        prefix = problem.prefix[own.first : own.first + own.count] if sequence_parallel else problem.prefix
+        possible = {each.tail for each in context.plan(problem.tokens).candidates}
+        for tail in possible & {"replicated", "column_parallel", "token_parallel"}:
+            whole = layer.run(routed, shared, prefix, tail=tail)
+            half = layer.begin(shared, tail=tail)
+            with pytest.raises(lm.LatentMoeError, match="layer 3 has begun and not finished"):
+                layer.run(routed, shared, prefix)
+            assert half.finish(routed, prefix) is half.out
+            assert same_bits(half.out, whole), tail
+        into = shared.copy()
+        if not sequence_parallel:
+            assert layer.begin(into, into).finish(routed).shape == (problem.tokens, problem.hidden)
+        with pytest.raises(lm.LatentMoeError, match="layer 3 has not begun"):
+            half.finish(routed, prefix)
+        with pytest.raises(lm.LatentMoeError, match="overlap has no halves|wants its own tokens only"):
+            layer.begin(shared, tail="overlap")
+        return len(possible)
+
+    assert min(lm.run_thread_ranks(3, body)) >= 1
+
+
 def test_the_error_of_the_rank_that_failed_first_is_raised():
     problem = Problem()
 

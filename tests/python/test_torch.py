@@ -76,6 +76,14 @@ def test_float8_tensors_are_weights():
     assert error_of(layer.run(*inputs(problem)), problem) < TOLERANCE["bf16"]
 
 
+def test_a_call_in_halves_takes_tensors():
+    problem = Problem(world=1)
+    layer = sealed(problem, lm.single_rank())
+    routed, shared, prefix = inputs(problem)
+    whole = torch.ops.latent_moe.tail(routed, shared, prefix, adapter.handle(layer))
+    assert torch.equal(layer.begin(shared).finish(routed, prefix), whole)
+
+
 def test_operators_are_well_formed():
     """PyTorch's own check: schema, fake kernel, and a trace through AOT with changing shapes."""
     problem = Problem(world=1)

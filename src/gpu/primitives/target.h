@@ -19,7 +19,7 @@
 //     load_acquire, store_release    u32
 //     load_whole16, store_whole16    uint4, system scope, relaxed, never torn
 //     load_past_l1              uint4: plain data that the fence before it made visible, maybe to another thread of the CTA
-//     exchange_relaxed, add_relaxed  u32: one atomic access
+//     exchange_relaxed, add_relaxed  u32: one atomic access; the value before it
 //     load_shared, store_shared      a word of the CTA's shared memory, by its address there
 //     fence<Scope>()            acquire and release
 //     sync_cta()                by all threads of a CTA;  sync_wave(): by all of a wave. Both order memory among them

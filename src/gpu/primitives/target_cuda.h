@@ -146,12 +146,9 @@ LATENT_MOE_DEVICE std::uint32_t exchange_relaxed(std::uint32_t* at, std::uint32_
     return atomicExch(at, value);
 }
 template <Scope scope = Scope::system>
-LATENT_MOE_DEVICE void add_relaxed(std::uint32_t* at, std::uint32_t value) {
-    if constexpr (scope == Scope::system) {
-        atomicAdd_system(at, value);
-    } else {
-        atomicAdd(at, value);
-    }
+LATENT_MOE_DEVICE std::uint32_t add_relaxed(std::uint32_t* at, std::uint32_t value) {
+    if constexpr (scope == Scope::system) return atomicAdd_system(at, value);
+    return atomicAdd(at, value);
 }
 
 LATENT_MOE_DEVICE uint4 load_past_l1(const uint4* from) {

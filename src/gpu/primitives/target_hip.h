@@ -167,11 +167,11 @@ LATENT_MOE_DEVICE std::uint32_t exchange_relaxed(std::uint32_t* at, std::uint32_
         return __hip_atomic_exchange(hip::global(at), value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
 template <Scope scope = Scope::system>
-LATENT_MOE_DEVICE void add_relaxed(std::uint32_t* at, std::uint32_t value) {
+LATENT_MOE_DEVICE std::uint32_t add_relaxed(std::uint32_t* at, std::uint32_t value) {
     if constexpr (scope == Scope::system)
-        __hip_atomic_fetch_add(hip::global(at), value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+        return __hip_atomic_fetch_add(hip::global(at), value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
     else
-        __hip_atomic_fetch_add(hip::global(at), value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+        return __hip_atomic_fetch_add(hip::global(at), value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
 
 // ---- threads of a CTA, of a wave

@@ -152,8 +152,8 @@ std::uint32_t exchange_relaxed(std::uint32_t* at, std::uint32_t value) {
     return std::atomic_ref<std::uint32_t>(*at).exchange(value, std::memory_order_relaxed);
 }
 template <Scope scope = Scope::system>
-void add_relaxed(std::uint32_t* at, std::uint32_t value) {
-    std::atomic_ref<std::uint32_t>(*at).fetch_add(value, std::memory_order_relaxed);
+std::uint32_t add_relaxed(std::uint32_t* at, std::uint32_t value) {
+    return std::atomic_ref<std::uint32_t>(*at).fetch_add(value, std::memory_order_relaxed);
 }
 
 /// A word of the CTA's shared memory, by its address there.

@@ -71,7 +71,9 @@ enum class Phase : std::uint32_t {
     header,
     gather,
     scatter,
-    combine
+    combine,
+    self_check_weights,  ///< of the rank that the record names
+    self_check_output,
 };
 
 struct FaultRecord {

@@ -299,7 +299,7 @@ std::uint32_t exchange_relaxed(std::uint32_t* at, std::uint32_t value) {
     return static_cast<std::uint32_t>(before);
 }
 template <Scope scope = Scope::system>
-void add_relaxed(std::uint32_t* at, std::uint32_t value) {
+std::uint32_t add_relaxed(std::uint32_t* at, std::uint32_t value) {
     const std::size_t word = model::index_of(at);
     model::touch(word, scope == Scope::device);
     const std::uint32_t version = ++model::machine.stores;
@@ -307,6 +307,7 @@ void add_relaxed(std::uint32_t* at, std::uint32_t value) {
     while (!model::machine.words[word].compare_exchange_strong(
         before, model::versioned(version, static_cast<std::uint32_t>(before) + value), rl::mo_relaxed, $)) {}
     model::note_store(model::machine.last[word], version);
+    return static_cast<std::uint32_t>(before);
 }
 
 /// Shared memory between the protocol's warp and the others: only read when a wait has expired, which none does here.

@@ -1,0 +1,152 @@
+// Contexts come and go; what the process holds stays. In every cycle all ranks, which are threads, create a context, add a
+// layer, seal, call every tail, record and replay one call, suspend, resume, call again and destroy the context.
+//
+//     context_cycles [cycles=1000] [ranks=2] [backend=cpu|cuda|hip]
+//
+// Prints a line every tenth of the way. Exit status 1: a call failed, results differ between cycles, or the process holds
+// more memory, files or threads at the end than after the first tenth. What a GPU holds shows in that the last cycle still
+// finds room: each takes tens of megabytes of it.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "context/backends.h"
+#include "core/digest.h"
+#include "support/problem.h"
+
+using namespace latent_moe;
+
+namespace {
+
+/// More than an allocator's caches come and go by; a leak of one small block a cycle is more.
+constexpr std::size_t spread_bytes = std::size_t{4} << 20;
+
+struct Holdings {
+    std::size_t bytes = 0;
+    std::size_t files = 0;
+    std::size_t threads = 0;
+};
+
+Holdings holdings() {
+    std::size_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages >> pages;
+    const auto entries = [](const char* folder) {
+        return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(folder), {}));
+    };
+    return {pages * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)), entries("/proc/self/fd"), entries("/proc/self/task")};
+}
+
+/// Rows of a problem in the memory of a rank's device.
+class DeviceRows {
+public:
+    DeviceRows(Device& device, const test::Tensor& host) : device_(device), bytes_(host.content()) {
+        memory_ = device.allocate(bytes_.size());
+        device.upload(memory_, bytes_.data(), bytes_.size());
+    }
+    ~DeviceRows() { device_.release(memory_); }
+    DeviceRows(const DeviceRows&) = delete;
+    DeviceRows& operator=(const DeviceRows&) = delete;
+
+    void* data() const noexcept { return memory_; }
+    const std::vector<std::byte>& download() {
+        device_.download(bytes_.data(), memory_, bytes_.size());
+        return bytes_;
+    }
+
+private:
+    Device& device_;
+    std::vector<std::byte> bytes_;
+    void* memory_;
+};
+
+void require(const Status& status) {
+    if (!status.ok()) throw Error(status.code(), status.message());
+}
+
+/// One rank's cycle; the digest of all that came out.
+std::uint64_t cycle(const test::Problem& problem, const std::string& backend, const Bootstrap& boot) {
+    Options options = problem.context_options();
+    options.backend = backend;
+    const std::unique_ptr<Device> device = find_backend(backend).make_device(boot, options);
+    Context context = Context::create(problem.shape, boot, options);
+    const Layer layer = context.add_layer(7, problem.weight_view(), problem.gamma_data());
+    context.seal();
+    const auto rank = static_cast<std::size_t>(boot.rank);
+    const DeviceRows routed(*device, problem.routed[rank]);
+    const DeviceRows shared(*device, problem.shared[rank]);
+    DeviceRows out(*device, problem.output());
+    const TailInput input{.routed = {routed.data()}, .shared = {shared.data()}, .tokens = problem.tokens};
+    std::uint64_t digest = 0;
+    const auto add_output = [&] {
+        device->synchronize();
+        const auto bytes = static_cast<std::int64_t>(out.download().size());
+        digest = digest * 31 + digest_of({out.download().data(), 1, bytes / 2, bytes / 2, Dtype::bf16});
+    };
+    for (const Candidate& candidate : context.plan(problem.tokens).candidates) {
+        require(layer.run(candidate.tail, input, {out.data()}, device->stream()));
+        add_output();
+    }
+    {
+        const std::unique_ptr<Recording> recording =
+            device->record([&] { require(layer.run(input, {out.data()}, device->stream())); });
+        recording->replay();
+        add_output();
+    }
+    context.suspend();
+    context.resume();
+    require(layer.run(input, {out.data()}, device->stream()));
+    add_output();
+    return digest;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+    int cycles = 1000;
+    int ranks = 2;
+    std::string backend = "cpu";
+    for (int i = 1; i < argc; ++i) {
+        const std::string argument = argv[i];
+        if (argument.starts_with("cycles=")) cycles = std::max(10, std::atoi(argument.c_str() + 7));
+        if (argument.starts_with("ranks=")) ranks = std::atoi(argument.c_str() + 6);
+        if (argument.starts_with("backend=")) backend = argument.substr(8);
+    }
+    const test::Problem problem(ranks, 6, {.hidden = 960, .latent = 128, .prefix = false});
+    Holdings first;
+    std::uint64_t expected = 0;
+    try {
+        for (int each = 1; each <= cycles; ++each) {
+            std::mutex mutex;
+            std::uint64_t found = 0;
+            run_thread_ranks(ranks, [&](const Bootstrap& boot) {
+                const std::uint64_t digest = cycle(problem, backend, boot);
+                const std::lock_guard lock(mutex);
+                found += digest;
+            });
+            if (each == 1) expected = found;
+            if (found != expected)
+                throw Error(StatusCode::internal, fmt::format("cycle {}: other results than in the first", each));
+            if (each % (cycles / 10) != 0) continue;
+            const Holdings now = holdings();
+            fmt::print("{} cycles: {:.1f} MB resident, {} files, {} threads\n", each, static_cast<double>(now.bytes) / 1e6,
+                       now.files, now.threads);
+            std::fflush(stdout);
+            if (each == cycles / 10) first = now;
+            if (now.bytes > first.bytes + spread_bytes || now.files > first.files || now.threads > first.threads)
+                throw Error(StatusCode::internal, "the process holds more than after the first tenth");
+        }
+    } catch (const std::exception& error) {
+        fmt::print(stderr, "context_cycles: {}\n", error.what());
+        return 1;
+    }
+    fmt::print("{} context cycles of {} ranks on {}: flat\n", cycles, ranks, backend);
+    return 0;
+}
