@@ -327,6 +327,7 @@ cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, in
             if (tile.tokens != width || tile.known.split != 0) continue;  // the same tile, more known, takes the same plans
             for (int split = 1; split <= fused::max_split; split *= 2) {
                 FusedTailPlan candidate;
+                candidate.token_ring = tile.tokens >= 128 ? 4 : tile.tokens >= 64 ? 6 : 8;  // measured, K3 at TP 2
                 candidate.tokens = tile.tokens, candidate.rows = tile.rows, candidate.split = split;
                 const int all = static_cast<int>((shape.hidden / shape.world + tile.rows - 1) / tile.rows);
                 int most = std::min({all, max_ctas / split, max_grid / split});
