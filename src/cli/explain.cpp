@@ -175,9 +175,10 @@ int execute(const Arguments& arguments, Ranks& ranks) {
     Output output(arguments, ranks.speaks());
 
     if (arguments.machine) {
-        if (arguments.tune_table != "auto" && arguments.tune_table != "none")
+        if (arguments.tune_table != "auto" && arguments.tune_table != "none") {
             throw Error(StatusCode::invalid_argument,
                         "--machine predicts, and --table holds what was measured: expected one of them");
+        }
         if (!ranks.speaks()) return done;
         const Result predicted = predict(problem, find_machine(*arguments.machine));
         report(output, arguments, problem, predicted);
