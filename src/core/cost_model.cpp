@@ -33,9 +33,10 @@ public:
         return call_.world > 1 ? count * machine_.collective_us + hops(2 * count) : 0;
     }
     double wire(double bytes, double reached) const noexcept { return bytes / (reached * machine_.wire_bytes_per_us); }
-    /// Two things that go on side by side take from one another.
-    double together(double a, double b) const noexcept {
-        return std::max(a, b) + machine_.reached.contention * std::min(a, b);
+    /// What goes on side by side takes from one another.
+    double together(double a, double b, double c = 0) const noexcept {
+        const double longest = std::max({a, b, c});
+        return longest + machine_.reached.contention * (a + b + c - longest);
     }
     /// `tokens` rows times this share of W_up's rows.
     double product(double share, double tokens) const noexcept {
@@ -123,10 +124,10 @@ double expected_us(Tail tail, const CostedCall& call, const Machine& machine) no
         case Tail::late_reduce:
             return t.launches(2) + t.exchanges(1) + t.product(1, t.rows()) + t.wire(wire_bytes, reached.all_reduce);
         case Tail::fused:
-            // The first hop and the wire pass under the weights; what comes last is the hop of the finished columns. Where
+            // The first hop passes under the weights; what comes last is the hop of the finished columns. Where
             // latents are pooled, one more waits for the pool.
             return (call.starts_early ? t.early_launches(1) : t.launches(1)) + t.hops(t.pools() ? 2 : 1) +
-                   std::max(t.together(t.product(1 / t.ranks(), t.rows()), t.gathering()), t.wire(wire_bytes, 1));
+                   t.together(t.product(1 / t.ranks(), t.rows()), t.gathering(), t.wire(wire_bytes, 1));
     }
     return 0;
 }
