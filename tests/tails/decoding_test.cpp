@@ -1,5 +1,5 @@
-// A stand-in for task accuracy: a small random stack of latent-MoE layers decoded greedily. How often does it choose the token
-// that it chooses with the exact chain in float32? With each tail in bf16 as often as with the unfused chain in bf16.
+// A stand-in for task accuracy: a small random stack of latent-MoE layers decoded greedily. How often does it choose the
+// token that it chooses with the exact chain in float32? With each tail in bf16 as often as with the unfused chain in bf16.
 //
 // Everything but the tail is the same float32 arithmetic in all of them: the router, the experts and the shared expert (each
 // rank has its slice of both), the head. The partials are rounded to the tail's dtype, as an engine's are.
@@ -43,8 +43,7 @@ struct Matrix32 {
     Matrix32(std::int64_t rows_, std::int64_t columns_, std::uint64_t instance, float deviation)
         : rows(rows_), columns(columns_), values(static_cast<std::size_t>(rows_ * columns_)) {
         const std::uint64_t key = draw_key(31, Draw::weights, instance);
-        for (std::size_t i = 0; i < values.size(); ++i)
-            values[i] = round_to(Dtype::bf16, deviation * standard_draw(key, i));
+        for (std::size_t i = 0; i < values.size(); ++i) values[i] = round_to(Dtype::bf16, deviation * standard_draw(key, i));
     }
     const float* row(std::int64_t index) const { return values.data() + index * columns; }
 };
@@ -239,7 +238,8 @@ Tokens decode_with(Tail which, const Model& model, const Tokens* forced) {
             const std::vector<std::byte> s = packed(shared, Dtype::bf16);
             std::vector<std::byte> out = packed(residual, Dtype::bf16);  // in place of the prefix
             const Status status = tails[static_cast<std::size_t>(layer)].run(
-                which, {.routed = {r.data()}, .shared = {s.data()}, .prefix = {out.data()}, .tokens = sequences}, {out.data()});
+                which, {.routed = {r.data()}, .shared = {s.data()}, .prefix = {out.data()}, .tokens = sequences},
+                {out.data()});
             if (!status.ok()) throw Error(status.code(), status.message());
             Floats values(residual.size());
             widen(out.data(), Dtype::bf16, values.data(), static_cast<std::int64_t>(values.size()));
@@ -252,8 +252,8 @@ Tokens decode_with(Tail which, const Model& model, const Tokens* forced) {
 }
 
 struct Agreement {
-    std::int64_t equal = 0;      ///< of all tokens
-    std::int64_t until = 0;      ///< steps before the first other token, all sequences together
+    std::int64_t equal = 0;  ///< of all tokens
+    std::int64_t until = 0;  ///< steps before the first other token, all sequences together
 };
 
 Agreement compare(const Tokens& tokens, const Tokens& exact) {
@@ -287,9 +287,10 @@ TEST(ADecodedStack, ChoosesTheExactChainsTokensAsOftenAsTheBf16ChainDoes) {
     const auto report = [&](const std::string& what, const Tokens& forced, const Tokens& free) {
         const Agreement each = compare(forced, exact);
         const Agreement run = compare(free, exact);
-        std::printf("%-16s equal tokens %.2f %% (each step from the exact tokens); on its own %.1f of %d steps before the first "
-                    "other one\n",
-                    what.c_str(), percent(each.equal), static_cast<double>(run.until) / static_cast<double>(sequences), steps);
+        std::printf(
+            "%-16s equal tokens %.2f %% (each step from the exact tokens); on its own %.1f of %d steps before the first "
+            "other one\n",
+            what.c_str(), percent(each.equal), static_cast<double>(run.until) / static_cast<double>(sequences), steps);
         return each.equal;
     };
     const std::int64_t chain = report("chain in bf16", decode_with_chain(model, Dtype::bf16, &exact),
@@ -299,8 +300,7 @@ TEST(ADecodedStack, ChoosesTheExactChainsTokensAsOftenAsTheBf16ChainDoes) {
     const double rate = static_cast<double>(chain) / static_cast<double>(all_tokens);
     const double spread = 3.1 * std::sqrt(2 * rate * (1 - rate) * static_cast<double>(all_tokens));
     for (const Tail tail : {Tail::replicated, Tail::overlap, Tail::column_parallel, Tail::token_parallel}) {
-        const std::int64_t ours =
-            report(name(tail), decode_with(tail, model, &exact), decode_with(tail, model, nullptr));
+        const std::int64_t ours = report(name(tail), decode_with(tail, model, &exact), decode_with(tail, model, nullptr));
         EXPECT_GE(static_cast<double>(ours), static_cast<double>(chain) - spread) << name(tail);
     }
 }
