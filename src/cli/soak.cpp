@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <filesystem>
 #include <map>
 #include <optional>
@@ -410,6 +411,8 @@ int execute(const Arguments& arguments, Ranks& ranks) {
         arguments.calls ? arguments.from_call + static_cast<std::uint64_t>(*arguments.calls) : UINT64_MAX;
     const double most_seconds = arguments.minutes ? *arguments.minutes * 60 : arguments.calls ? INFINITY : 60;
 
+    // oneDNN keeps the kernels of the last thousand shapes. A soak sees more than that, and what it holds is not to grow.
+    ::setenv("DNNL_PRIMITIVE_CACHE_CAPACITY", "16", 0);
     ranks.set_world(arguments.tp, 2);
     const std::optional<int> world = arguments.processes || arguments.tp ? std::optional(ranks.world()) : std::nullopt;
     Result result;
