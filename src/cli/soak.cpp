@@ -10,9 +10,11 @@
 //
 // What fails is told with the command that does it again.
 #include <fmt/format.h>
+#include <malloc.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <filesystem>
 #include <map>
 #include <optional>
@@ -59,7 +61,7 @@ struct Failure {
     std::string what;
 };
 
-/// What the processes hold at the end of a set; the most of all ranks.
+/// What the processes hold between two sets; the most of all ranks.
 struct Holdings {
     std::size_t resident = 0;
     std::size_t files = 0;
@@ -93,6 +95,9 @@ std::size_t entries_of(const char* folder) {
 }
 
 Holdings holdings_of(const Bootstrap& bootstrap) {
+#ifdef __GLIBC__
+    malloc_trim(0);  // what was freed is not held, whichever thread's arena it lies in
+#endif
     const Holdings mine{resident_bytes(), entries_of("/proc/self/fd"), entries_of("/proc/self/task")};
     Holdings most;
     for (const Holdings& each : gathered(bootstrap, mine)) {
@@ -256,7 +261,11 @@ private:
             if (repeat == 0) {
                 enqueue();
             } else {
-                if (!recording) recording = device_->record(enqueue);
+                if (!recording) {
+                    recording = device_->record(enqueue);
+                    // Making a graph may wait for the device, which a peer that is ahead has waiting for this rank.
+                    static_cast<void>(gathered(bootstrap_, char{}));
+                }
                 recording->replay();
             }
             device_->synchronize();
@@ -402,6 +411,8 @@ int execute(const Arguments& arguments, Ranks& ranks) {
         arguments.calls ? arguments.from_call + static_cast<std::uint64_t>(*arguments.calls) : UINT64_MAX;
     const double most_seconds = arguments.minutes ? *arguments.minutes * 60 : arguments.calls ? INFINITY : 60;
 
+    // oneDNN keeps the kernels of the last thousand shapes. A soak sees more than that, and what it holds is not to grow.
+    ::setenv("DNNL_PRIMITIVE_CACHE_CAPACITY", "16", 0);
     ranks.set_world(arguments.tp, 2);
     const std::optional<int> world = arguments.processes || arguments.tp ? std::optional(ranks.world()) : std::nullopt;
     Result result;
@@ -414,12 +425,12 @@ int execute(const Arguments& arguments, Ranks& ranks) {
         std::uint64_t current = call;  // rank 0's
         try {
             ranks.run([&](const Bootstrap& bootstrap) {
+                const Holdings holdings = holdings_of(bootstrap);  // the set before is gone
                 SoakRank rank(arguments, set, bootstrap, number * 8);
                 for (std::uint64_t each = call; each < last; ++each) {
                     if (bootstrap.rank == 0) current = each;
                     rank.make_call(each, result);
                 }
-                const Holdings holdings = holdings_of(bootstrap);
                 const bool would =
                     bootstrap.rank != 0 || (seconds() < most_seconds && result.failures.size() < most_failures);
                 const bool goes_on = gathered(bootstrap, static_cast<char>(would)).front() != 0;
