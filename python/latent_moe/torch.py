@@ -16,8 +16,8 @@ Importing this module registers, for CPU and GPU tensors, with fake kernels:
     torch.ops.latent_moe.accumulate_projection(a, c_slice!, layer) -> ()
 
 `layer` and `context` are the integers that `handle` gives. The operators are collective: every rank runs the same ones in
-the same order, as with the collectives of torch.distributed. They have no derivatives. Calls in halves have no operators: what
-a compiler does to an output between the halves would part them; `Layer.begin` takes tensors outside of compiled code.
+the same order, as with the collectives of torch.distributed. They have no derivatives. Calls in halves have no operators:
+what a compiler does to an output between the halves would part them; `Layer.begin` takes tensors outside of compiled code.
 """
 
 from __future__ import annotations

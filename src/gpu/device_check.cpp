@@ -233,7 +233,7 @@ std::optional<KeptRows> GpuDeviceCheck::wrong_call() {
     KeptRows kept{.tail = static_cast<Tail>(found.tail), .layer = found.layer};
     for (int rank = 0; rank < world_; ++rank) {
         const std::byte* base = static_cast<const std::byte*>(prepared_.exchange.window.base[rank]) + control_bytes +
-                                found.buffer * most_checked_rows * (latent + hidden);
+                                std::size_t{found.buffer} * most_checked_rows * (latent + hidden);
         kept.routed.push_back(copy(base, rows * latent));
         if (has_shared_) kept.shared.push_back(copy(base + most_checked_rows * latent, rows * hidden));
     }

@@ -12,7 +12,9 @@ import os
 import threading
 import time
 
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams of ranks that share a GPU must not queue behind each other
+os.environ.setdefault(
+    "CUDA_DEVICE_MAX_CONNECTIONS", "32"
+)  # streams of ranks that share a GPU must not queue behind each other
 
 import torch
 import torch.distributed as dist
@@ -167,7 +169,9 @@ class Check:
         out = self.together(lambda: self.layers[0].begin(shared).finish(routed, prefix))
         possible = {each.tail for each in self.context.plan(tokens).candidates}
         tails = possible & {"replicated", "column_parallel", "token_parallel"}
-        whole = [self.together(lambda tail=tail: self.layers[0].run(routed, shared, prefix, tail=tail)) for tail in sorted(tails)]
+        whole = [
+            self.together(lambda tail=tail: self.layers[0].run(routed, shared, prefix, tail=tail)) for tail in sorted(tails)
+        ]
         self.expect(any(torch.equal(out, each) for each in whole), f"{tokens} tokens in halves: the bits of the whole call")
 
     def replayed(self, tokens):

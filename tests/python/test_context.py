@@ -407,7 +407,7 @@ def test_a_call_in_halves_gives_the_bits_of_the_whole_call(sequence_parallel):
             assert layer.begin(into, into).finish(routed).shape == (problem.tokens, problem.hidden)
         with pytest.raises(lm.LatentMoeError, match="layer 3 has not begun"):
             half.finish(routed, prefix)
-        with pytest.raises(lm.LatentMoeError, match="overlap has no halves|wants its own tokens only"):
+        with pytest.raises(lm.LatentMoeError, match=r"overlap has no halves|wants its own tokens only"):
             layer.begin(shared, tail="overlap")
         return len(possible)
 
