@@ -52,9 +52,9 @@ __global__ void __launch_bounds__(tile_threads, 1)
     const std::uint32_t pair = blockIdx.x / 2, pairs = gridDim.x / 2;
     typename Tile::Place at;
 
-    if (warpgroup == 0) {
+    if (warpgroup == Tile::groups) {
         keep_few_registers();
-        if (threadIdx.x == 0) {
+        if (threadIdx.x == Tile::threads) {
             dependency_wait();
             for (std::uint32_t t = pair; t < tiles; t += pairs) {
                 tile.load(at, t == pair, weights, t % column_tiles, cta, &map, [&] {
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(tile_threads, 1)
     } else {
         take_many_registers();
         dependency_wait();
-        const int group = warpgroup - 1, thread = threadIdx.x % Tile::group_threads, warp = thread / 32, lane = thread % 32;
+        const int group = warpgroup, thread = threadIdx.x % Tile::group_threads, warp = thread / 32, lane = thread % 32;
         typename Tile::Sums sums;
         for (std::uint32_t t = pair; t < tiles; t += pairs) {
             tile.multiply(at, weights.blocks, group, thread, sums);

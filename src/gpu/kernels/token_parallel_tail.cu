@@ -1,18 +1,18 @@
 // The whole token-parallel tail in one kernel a rank: each rank finishes the tokens that it owns.
 //
-//     rank a                                       rank b, the owner of block k of its own rows                  every rank
-//     carriers ── partial rows, plain stores ──▶ latent box ─▶ normalisers: Σ in rank order, norm ─▶ ring of bf16 rows
-//                                                                                                       │ tensor copies
-//                                                shared box ─┐                                          ▼
-//                                                            └▶ epilogue ◀── wgmma, pairs of CTAs, 256 rows × a column tile
-//                                                               Σ shared in rank order, + product, + prefix
-//                                                               ├──▶ out of b
-//                                                               └── plain stores ──▶ output box of each rank ─▶ its carriers ─▶ out
+//     rank a                                     rank b, the owner of block k of its own rows
+//     carriers ── partial rows, plain stores ──▶ latent box ──▶ Σ in rank order, norm ──▶ ring of bf16 rows
+//                                                                                          │ tensor copies
+//                                                shared box ──┐                            ▼
+//                                                             └▶ epilogue ◀── wgmma: pairs of CTAs, 256 rows × a column tile
+//                                                                Σ in rank order, + product, + prefix
+//                                                                ├──▶ out of b
+//                                                                └── plain stores ──▶ output box of each rank ──▶ its out
 //
-// A CTA is a carrier, a normaliser or one of the many that multiply. Of the first blocks the latents are sent and normalised
-// by all that multiply too, since these have nothing to do yet; of the last blocks the outputs are copied by all. In a CTA
-// that multiplies, warp 0 feeds the product (tile_product.cuh), warp 1 waits ahead for what the epilogue will read and
-// overwrite, warps 2 and 3 tell others what a warpgroup has stored, so that none of these waits is on the product's path.
+// The first CTAs are carriers and only push. The others multiply, in pairs: warps 0 to 7 do nothing else; warp 8 feeds them
+// (tile_product.cuh); warp 9 waits ahead for what the epilogue reads and overwrites, and tells others what it stored, so that
+// neither wait is on the product's path; warp 10 normalises its share of every block's rows; warp 11 copies its share of the
+// other ranks' outputs. Of the first blocks, which everybody waits for, warps 10 and 11 of all these CTAs send and normalise.
 //
 // BLOCKS. Block k of an owner uses place k mod `depth` of every ring. A word in memory says for one sender, place and sharer of
 // the work how far it has come: {epoch + 1, k + 1}; so no word of another call satisfies a wait, and none is ever reset.
@@ -30,8 +30,9 @@
 // parity of the epoch, and a call clears the next call's.
 //
 // PROGRESS. Nothing of block k waits for anything but blocks up to k, sent, multiplied and copied in this order everywhere; and
-// all CTAs are resident. After a fault nobody waits any more: carriers and normalisers leave, products run through on whatever
+// all CTAs are resident. After a fault nobody waits any more: carriers and helpers leave, products run through on whatever
 // is there and store nothing.
+#define LATENT_MOE_NO_CALLS
 #include "gpu/kernels/token_parallel_tail.h"
 
 #include <algorithm>
@@ -47,14 +48,15 @@ namespace latent_moe::gpu {
 namespace {
 
 using U = Unit<Dtype::bf16>;
-constexpr int unit_bytes = 16, ring_rows = 256, parts = 4;  // of a tile: 64 rows each
+constexpr int ring_rows = 256, parts = 4;  // of a tile: 64 rows each
 
-// Warps of a carrier.
-constexpr int pushing_warps = 5, copying_warps = 6, pushers = 32 * pushing_warps;
-constexpr int pushed_at_once = 16, copied_at_once = 16;
-constexpr int most_carriers = 32;
+constexpr int pushing_warps = 8, pushers = 32 * pushing_warps;  // of a carrier; its next warp announces
+constexpr int pushed_at_once = 8, copied_at_once = 4;
+constexpr int pushers_barrier = 1;
+constexpr std::int64_t most_stride = std::int64_t{1} << 23;  // bytes: a block's offsets fit 32 bits
 
-enum Barrier : int { group_barrier = 1, multipliers_barrier = 3, pushers_barrier = 4 };  // 1 and 2: a warpgroup
+/// The warps of a CTA that multiplies, behind those.
+enum Helper : int { feeds = 8, keeps_in_touch, normalises, copies };
 
 enum Partial : int { latents, shared_rows };
 
@@ -75,7 +77,7 @@ struct Region {
         arrived = take(2 * places * max_ranks * max_grid * 8);
         consumed = take(places * max_ranks * 8);
         finished = take(places * max_ranks * column_parts * 8);
-        copied = take(places * max_ranks * most_carriers * copying_warps * 8);
+        copied = take(places * max_ranks * max_grid * 8);
         latent_boxes = take(boxes * s.latent * 2);
         shared_boxes = take(boxes * s.hidden * 2);
         out_boxes = take(boxes * s.hidden * 2);
@@ -89,7 +91,7 @@ struct Params {
     std::int64_t region_offset;
     Region region;
     std::uint32_t depth, block_rows;
-    std::uint32_t carriers, normalisers, everybody;
+    std::uint32_t carriers, ahead;
     std::uint32_t first[max_ranks], count[max_ranks];
     UnitRows routed, shared, addend, prefix, out;
     std::uint32_t latent_units, hidden_units;
@@ -111,8 +113,8 @@ struct Tail {
     LATENT_MOE_DEVICE int world() const { return p.exchange.window.world; }
     LATENT_MOE_DEVICE int peers() const { return world() - 1; }
     LATENT_MOE_DEVICE int peer(int index) const { return index < rank() ? index : index + 1; }
-    LATENT_MOE_DEVICE std::uint32_t multipliers() const { return gridDim.x - p.carriers - p.normalisers; }
-    LATENT_MOE_DEVICE std::uint32_t multiplier() const { return blockIdx.x - p.carriers - p.normalisers; }
+    LATENT_MOE_DEVICE std::uint32_t multipliers() const { return gridDim.x - p.carriers; }
+    LATENT_MOE_DEVICE std::uint32_t multiplier() const { return blockIdx.x - p.carriers; }
 
     LATENT_MOE_DEVICE std::uint32_t blocks(int owner) const {
         return (p.count[owner] + p.block_rows - 1) / p.block_rows;
@@ -130,12 +132,7 @@ struct Tail {
     }
     /// CTAs among which the sending of a block's partials is shared.
     LATENT_MOE_DEVICE std::uint32_t senders(Partial kind, std::uint32_t block) const {
-        return kind == latents && block < p.everybody ? p.carriers + multipliers() : p.carriers;
-    }
-    /// From this block on an owner's outputs are copied by those that multiply.
-    LATENT_MOE_DEVICE std::uint32_t last_blocks(int owner) const {
-        const std::uint32_t all = blocks(owner);
-        return all - min(all, p.everybody);
+        return kind == latents && block < p.ahead ? p.carriers + multipliers() : p.carriers;
     }
 
     // ---- words
@@ -158,7 +155,7 @@ struct Tail {
     }
     LATENT_MOE_DEVICE std::uint64_t* copied(int at, std::uint32_t block, int receiver, std::uint32_t worker) const {
         return words(at, p.region.copied) +
-               (block % p.depth * max_ranks + receiver) * (most_carriers * copying_warps) + worker;
+               (block % p.depth * max_ranks + receiver) * max_grid + worker;
     }
     LATENT_MOE_DEVICE std::uint32_t* ready(std::uint32_t block) const { return counter(0, block % p.depth); }
     LATENT_MOE_DEVICE std::uint32_t* done(std::uint32_t block) const { return counter(1, block % p.depth); }
@@ -263,7 +260,7 @@ struct Tail {
 
     /// A row of the ring, by a warp: the same bits whoever does it.
     LATENT_MOE_DEVICE void normalise(std::uint32_t block, std::uint32_t row, int lane) const {
-        constexpr int at_once = 4;
+        constexpr int at_once = 2;
         uint4* const to = ring_row(block, row);
         const std::uint32_t from_row = first_row(rank(), block) + row;
         float squares = 0;
@@ -303,41 +300,6 @@ struct Tail {
         for (int step = 16; step > 0; step /= 2) squares += shuffle_xor(squares, static_cast<unsigned>(step));
         scale(to, squares, lane);
     }
-    /// Two ranks, or one, and latents of up to 4,096: a lane keeps its units.
-    LATENT_MOE_DEVICE void normalise_of_few(std::uint32_t block, std::uint32_t row, int lane) const {
-        constexpr int units = 16;
-        uint4* const to = ring_row(block, row);
-        const std::uint32_t from_row = first_row(rank(), block) + row;
-        const uint4* const theirs =
-            world() == 2 ? latent_box(rank(), 1 - rank(), block) + row * p.latent_units : nullptr;
-        uint4 sum[units], other[units];
-#pragma unroll
-        for (int u = 0; u < units; ++u) {
-            const std::uint32_t unit = lane + u * wave_size;
-            if (unit >= p.latent_units) continue;
-            sum[u] = load16(p.routed.at(from_row, unit));
-            if (theirs) other[u] = load_past_l1(theirs + unit);
-        }
-        float squares = 0;
-#pragma unroll
-        for (int u = 0; u < units; ++u) {
-            if (lane + u * wave_size >= p.latent_units) continue;
-            if (theirs) sum[u] = U::add(sum[u], other[u]);  // two summands have one order
-            float term[U::size];
-            U::unpack(sum[u], term);
-#pragma unroll
-            for (int e = 0; e < U::size; ++e) squares = fmaf(term[e], term[e], squares);
-        }
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) squares += shuffle_xor(squares, static_cast<unsigned>(step));
-        const float factor = rms_factor(squares, p.inverse_width, p.epsilon);
-#pragma unroll
-        for (int u = 0; u < units; ++u) {
-            const std::uint32_t unit = lane + u * wave_size;
-            if (unit >= p.latent_units) continue;
-            store16(to + unit, p.gamma ? scaled(sum[u], load16(p.gamma + unit), factor) : sum[u]);
-        }
-    }
     LATENT_MOE_DEVICE static uint4 scaled(uint4 v, uint4 gamma, float factor) {
         float x[U::size], g[U::size];
         U::unpack(v, x), U::unpack(gamma, g);
@@ -354,10 +316,7 @@ struct Tail {
     /// Rows worker, worker + workers, … of a block; then says so.
     LATENT_MOE_DEVICE void normalise_rows(std::uint32_t block, std::uint32_t worker, std::uint32_t workers, int lane) const {
         std::uint32_t made = 0;
-        const bool few = world() <= 2 && p.latent_units <= 16 * wave_size;
-        for (std::uint32_t row = worker; row < rows(rank(), block); row += workers, ++made) {
-            few ? normalise_of_few(block, row, lane) : normalise(block, row, lane);
-        }
+        for (std::uint32_t row = worker; row < rows(rank(), block); row += workers, ++made) normalise(block, row, lane);
         if (made == 0) return;
         fence_proxy_async_global();
         fence<Scope::device>();
@@ -404,9 +363,9 @@ struct Tail {
 // ---- carriers
 
 /// Latents go a block ahead of shared rows: the product waits for them first.
+template <bool announces>
 LATENT_MOE_DEVICE void carry_partials(const Tail& t, int thread, volatile bool& gave_up) {
     const int warp = thread / 32, lane = thread % 32;
-    const bool announces = warp == pushing_warps;
     if (warp == 0 && !t.wait_for_peers()) gave_up = true;
     sync_threads_of(pushers_barrier, pushers + 32);
     const std::uint32_t most = t.most_blocks();
@@ -420,8 +379,8 @@ LATENT_MOE_DEVICE void carry_partials(const Tail& t, int thread, volatile bool& 
         }
         sync_threads_of(pushers_barrier, pushers + 32);
         const std::uint32_t workers = t.senders(kind, block);
-        if (!announces && !gave_up) {
-            for (int k = 1, owner = t.rank(); k < t.world(); ++k) {  // the next rank first
+        if constexpr (!announces) {
+            for (int k = 1, owner = t.rank(); k < t.world() && !gave_up; ++k) {  // the next rank first
                 owner = owner + 1 == t.world() ? 0 : owner + 1;
                 if (block < t.blocks(owner)) t.push<pushers>(kind, owner, block, blockIdx.x, workers, thread);
             }
@@ -440,18 +399,106 @@ LATENT_MOE_DEVICE void carry_partials(const Tail& t, int thread, volatile bool& 
     }
 }
 
+// ---- those that multiply
+
+/// Barriers of a phase a tile. No phase can be missed: `ready` of a tile comes after `stored` of the one before.
+struct alignas(8) Signals {
+    std::uint64_t ready;      ///< what the epilogue reads and overwrites
+    std::uint64_t stored[2];  ///< a warpgroup's part of the tile
+};
+
+struct SharedState {
+    Signals signals;
+    std::uint32_t leave[2];  ///< of either CTA of the pair: a fault was set before this call
+    bool gave_up;
+};
+
+/// Warp 9: before each tile's epilogue what it waits for, after it what others wait for.
 template <int tile_columns>
-LATENT_MOE_DEVICE void carry_outputs(const Tail& t, int warp, int lane) {
-    const std::uint32_t worker = blockIdx.x * copying_warps + warp, workers = t.p.carriers * copying_warps;
-    const std::uint32_t jobs = (t.p.hidden_units * U::size + tile_columns - 1) / tile_columns * parts;
+LATENT_MOE_DEVICE void keep_in_touch(const Tail& t, int cta, std::uint32_t pair, std::uint32_t pairs, std::uint32_t tiles,
+                                     std::uint32_t column_tiles, SharedState& shared, int lane) {
+    volatile bool& gave_up = shared.gave_up;
+    const std::uint32_t workers = t.multipliers();
+    const bool peer = lane < t.world() && lane != t.rank();
+    int i = 0;
+    for (std::uint32_t tile = pair; tile < tiles; tile += pairs, ++i) {
+        const std::uint32_t block = tile / column_tiles;
+        bool there = !gave_up;
+        if (there && t.p.shared.data && t.peers() > 0) there = t.wait_for_partials(shared_rows, block);
+        if (there && t.p.gather && t.peers() > 0 && block >= t.p.depth) {
+            there = t.wait_for(
+                t.peers() * workers, t.told(block - t.p.depth), Phase::gather,
+                [&](std::uint32_t w) { return t.copied(t.rank(), block, t.peer(w / workers), w % workers); },
+                [&](std::uint32_t w) { return t.peer(w / workers); });
+        }
+        if (!there) gave_up = true;
+        sync_wave();
+        if (lane == 0) mbarrier::arrive(shared_address(&shared.signals.ready));
+
+        for (int group = 0; group < 2; ++group) {
+            const std::uint32_t part = tile % column_tiles * parts + cta * 2 + group;
+            mbarrier::wait(shared_address(&shared.signals.stored[group]), i & 1);
+            const bool quiet = gave_up;
+            fence<Scope::system>();
+            if (peer && t.p.gather && !quiet) store_relaxed(t.finished(lane, block, t.rank(), part), t.told(block));
+            bool last = false;
+            if (lane == t.rank())
+                last = atomicAdd(t.done(block), 1U) + 1 == (block / t.p.depth + 1) * column_tiles * parts;
+            if (__any_sync(0xffffffff, last)) {
+                fence<Scope::system>();
+                if (peer && !quiet) store_relaxed(t.consumed(lane, block, t.rank()), t.told(block));
+            }
+            sync_wave();
+        }
+    }
+}
+
+/// Warps 10 and 11: the first blocks' latents.
+LATENT_MOE_DEVICE bool send_first_latents(const Tail& t, int helper, int lane) {
+    const std::uint32_t worker = t.p.carriers + t.multiplier();
+    if (!t.wait_for_peers()) return false;
+    for (std::uint32_t block = helper; block < min(t.p.ahead, t.most_blocks()); block += 2) {
+        for (int k = 1, owner = t.rank(); k < t.world(); ++k) {
+            owner = owner + 1 == t.world() ? 0 : owner + 1;
+            if (block < t.blocks(owner)) t.push<32>(latents, owner, block, worker, t.senders(latents, block), lane);
+        }
+        sync_wave();
+        if (lane < t.world() && lane != t.rank() && block < t.blocks(lane)) {
+            fence<Scope::system>();
+            store_relaxed(t.arrived(lane, latents, block, t.rank(), worker), t.told(block));
+        }
+        sync_wave();
+    }
+    return true;
+}
+
+/// Of blocks [from, to), the rows of this worker.
+LATENT_MOE_DEVICE bool normalise_blocks(const Tail& t, std::uint32_t from, std::uint32_t to, std::uint32_t worker,
+                                        std::uint32_t workers, std::uint32_t parts_of_block, int lane) {
+    for (std::uint32_t block = from; block < to; ++block) {
+        bool there = t.peers() == 0 || t.wait_for_partials(latents, block);
+        if (there && block >= t.p.depth && lane == 0)
+            there = t.wait_for_own(t.done(block), block / t.p.depth * parts_of_block);
+        if (!__all_sync(0xffffffff, there)) return false;
+        t.normalise_rows(block, worker, workers, lane);
+    }
+    return true;
+}
+
+template <int tile_columns>
+LATENT_MOE_DEVICE void copy_outputs(const Tail& t, std::uint32_t column_tiles, int lane) {
+    const std::uint32_t worker = t.multiplier(), workers = t.multipliers(), jobs = column_tiles * parts;
     std::uint32_t digest = 0;
+    std::uint32_t job = worker;  // the parts of all blocks are dealt out in one round
     for (std::uint32_t block = 0; block < t.most_blocks(); ++block) {
         for (int k = 1, owner = t.rank(); k < t.world(); ++k) {
             owner = owner + 1 == t.world() ? 0 : owner + 1;
-            if (block >= t.last_blocks(owner)) continue;
-            for (std::uint32_t job = worker; job < jobs; job += workers) {
+            if (block >= t.blocks(owner)) continue;
+            for (; job < jobs; job += workers) {
                 if (!t.copy_part<tile_columns>(owner, block, job, lane, digest)) return;
             }
+            job -= jobs;
+            if (block + t.p.depth >= t.blocks(owner)) continue;  // nobody waits for this place again
             sync_wave();
             if (lane == 0) {
                 fence<Scope::system>();
@@ -463,220 +510,112 @@ LATENT_MOE_DEVICE void carry_outputs(const Tail& t, int warp, int lane) {
     add_to_digest(t.p.exchange, t.call, digest);
 }
 
-// ---- normalisers
-
-LATENT_MOE_DEVICE void normalise_blocks(const Tail& t, std::uint32_t parts_of_block, int thread, volatile bool& gave_up) {
-    const std::uint32_t own = blockIdx.x - t.p.carriers;
-    const int warp = thread / 32, lane = thread % 32;
-    for (std::uint32_t block = t.p.everybody; block < t.blocks(t.rank()); ++block) {
-        if (warp == 0) {
-            bool there = t.wait_for_partials(latents, block);
-            if (block >= t.p.depth && lane == 0)
-                there = t.wait_for_own(t.done(block), block / t.p.depth * parts_of_block) && there;
-            if (!__all_sync(0xffffffff, there)) gave_up = true;
-        }
-        sync_cta();
-        if (gave_up) return;
-        t.normalise_rows(block, own + t.p.normalisers * warp, t.p.normalisers * (tile_threads / 32), lane);
-    }
+/// Warps 10 and 11.
+template <int tile_columns>
+LATENT_MOE_DEVICE void help(const Tail& t, int helper, std::uint32_t column_tiles, volatile bool& gave_up, int lane) {
+    const std::uint32_t own_blocks = t.blocks(t.rank()), first = min(t.p.ahead, own_blocks);
+    const std::uint32_t workers = t.multipliers(), parts_of_block = column_tiles * parts;
+    bool well = t.peers() == 0 || send_first_latents(t, helper, lane);
+    well = well && normalise_blocks(t, 0, first, t.multiplier() + helper * workers, 2 * workers, parts_of_block, lane);
+    if (well && helper == 0) well = normalise_blocks(t, first, own_blocks, t.multiplier(), workers, parts_of_block, lane);
+    if (!well) gave_up = true;
+    if (well && helper == 1 && t.p.gather && t.peers() > 0) copy_outputs<tile_columns>(t, column_tiles, lane);
 }
 
-// ---- those that multiply
+/// Rows of a block as one thread of an epilogue sees them: from its first column in the tile. Offsets fit 32 bits.
+struct BlockRows {
+    char* data = nullptr;
+    std::uint32_t stride = 0;
 
-struct alignas(8) Signals {
-    std::uint64_t ready;         ///< what the epilogue reads and overwrites
-    std::uint64_t taken;         ///< the warpgroups have seen `ready`
-    std::uint64_t stored[2];     ///< a warpgroup's part of the tile
-    std::uint64_t announced[2];  ///< that was told
+    BlockRows() = default;
+    LATENT_MOE_DEVICE BlockRows(const UnitRows& rows, std::uint32_t first, std::uint32_t unit)
+        : data(rows.data ? rows.data + first * rows.stride + unit * 16 : nullptr),
+          stride(static_cast<std::uint32_t>(rows.stride)) {}
+    LATENT_MOE_DEVICE BlockRows(uint4* box, std::uint32_t row_units, std::uint32_t unit)
+        : data(reinterpret_cast<char*>(box + unit)), stride(row_units * 16) {}
+    /// 64 columns g further.
+    LATENT_MOE_DEVICE uint4* at(std::uint32_t row, int g) const {
+        return reinterpret_cast<uint4*>(data + row * stride + g * 128);
+    }
 };
 
-struct SharedState {
-    Signals signals;
-    std::uint32_t leave[2];  ///< of either CTA of the pair: a fault was set before this call
-    bool gave_up;
-};
-
-/// Warp 1: waits, a tile ahead of the epilogues.
-template <int tile_columns>
-LATENT_MOE_DEVICE void look_ahead(const Tail& t, std::uint32_t pair, std::uint32_t pairs, std::uint32_t tiles,
-                                  std::uint32_t column_tiles, SharedState& shared, int lane) {
-    volatile bool& gave_up = shared.gave_up;
-    const std::uint32_t workers = t.p.carriers * copying_warps;
-    int i = 0;
-    for (std::uint32_t tile = pair; tile < tiles; tile += pairs, ++i) {
-        const std::uint32_t block = tile / column_tiles;
-        bool there = !gave_up;
-        if (there && t.p.shared.data) there = t.wait_for_partials(shared_rows, block);
-        if (there && t.p.gather && block >= t.p.depth) {
-            there = t.wait_for(
-                t.peers() * workers, t.told(block - t.p.depth), Phase::gather,
-                [&](std::uint32_t w) { return t.copied(t.rank(), block, t.peer(w / workers), w % workers); },
-                [&](std::uint32_t w) { return t.peer(w / workers); });
-        }
-        if (!there) gave_up = true;
-        sync_wave();
-        if (lane == 0) {
-            if (i > 0) mbarrier::wait(shared_address(&shared.signals.taken), (i - 1) & 1);
-            mbarrier::arrive(shared_address(&shared.signals.ready));
-        }
-        sync_wave();
-    }
-}
-
-/// Warps 2 and 3: tell the ranks of a warpgroup's part, and the senders of the last part of a block.
-LATENT_MOE_DEVICE void announce(const Tail& t, int group, int cta, std::uint32_t pair, std::uint32_t pairs,
-                                std::uint32_t tiles, std::uint32_t column_tiles, SharedState& shared, int lane) {
-    int i = 0;
-    for (std::uint32_t tile = pair; tile < tiles; tile += pairs, ++i) {
-        const std::uint32_t block = tile / column_tiles, part = tile % column_tiles * parts + cta * 2 + group;
-        mbarrier::wait(shared_address(&shared.signals.stored[group]), i & 1);
-        const bool peer = lane < t.world() && lane != t.rank(), quiet = shared.gave_up;
-        fence<Scope::system>();
-        if (peer && t.p.gather && !quiet) store_relaxed(t.finished(lane, block, t.rank(), part), t.told(block));
-        bool last = false;
-        if (lane == t.rank())
-            last = atomicAdd(t.done(block), 1U) + 1 == (block / t.p.depth + 1) * column_tiles * parts;
-        if (__any_sync(0xffffffff, last)) {
-            fence<Scope::system>();
-            if (peer && !quiet) store_relaxed(t.consumed(lane, block, t.rank()), t.told(block));
-        }
-        sync_wave();
-        if (lane == 0) mbarrier::arrive(shared_address(&shared.signals.announced[group]));
-    }
-}
-
-/// Before its first tile: the first blocks' latents, together with everybody.
-LATENT_MOE_DEVICE void help_at_the_start(const Tail& t, int thread, volatile bool& gave_up) {
-    constexpr int threads = 2 * 128;
-    const int warp = thread / 32, lane = thread % 32;
-    const std::uint32_t first_blocks = min(t.p.everybody, t.most_blocks()), worker = t.p.carriers + t.multiplier();
-    if (t.peers() > 0) {
-        if (warp == 0 && !t.wait_for_peers()) gave_up = true;
-        sync_threads_of(multipliers_barrier, threads);
-        for (std::uint32_t block = 0; block < first_blocks && !gave_up; ++block) {
-            for (int k = 1, owner = t.rank(); k < t.world(); ++k) {
-                owner = owner + 1 == t.world() ? 0 : owner + 1;
-                if (block < t.blocks(owner))
-                    t.push<threads>(latents, owner, block, worker, t.senders(latents, block), thread);
-            }
-            sync_threads_of(multipliers_barrier, threads);
-            if (thread < t.world() && thread != t.rank() && block < t.blocks(thread)) {
-                fence<Scope::system>();
-                store_relaxed(t.arrived(thread, latents, block, t.rank(), worker), t.told(block));
-            }
-            sync_wave();
-        }
-    }
-    for (std::uint32_t block = 0; block < min(first_blocks, t.blocks(t.rank())); ++block) {
-        if (warp == 0 && t.peers() > 0 && !gave_up && !t.wait_for_partials(latents, block)) gave_up = true;
-        sync_threads_of(multipliers_barrier, threads);
-        if (gave_up) break;
-        t.normalise_rows(block, t.multiplier() + t.multipliers() * warp, t.multipliers() * (threads / 32), lane);
-    }
-}
-
-/// After its last tile.
-template <int tile_columns>
-LATENT_MOE_DEVICE void help_at_the_end(const Tail& t, std::uint32_t column_tiles, int thread) {
-    const std::uint32_t worker = t.multiplier() + t.multipliers() * (thread / 32), workers = t.multipliers() * 8;
-    std::uint32_t digest = 0, job = worker;
-    const std::uint32_t jobs = column_tiles * parts;
-    for (std::uint32_t back = t.p.everybody; back > 0; --back) {
-        for (int k = 1, owner = t.rank(); k < t.world(); ++k) {
-            owner = owner + 1 == t.world() ? 0 : owner + 1;
-            if (t.blocks(owner) < back) continue;
-            for (; job < jobs; job += workers) {
-                if (!t.copy_part<tile_columns>(owner, t.blocks(owner) - back, job, thread % 32, digest)) return;
-            }
-            job -= jobs;  // so that the parts of all blocks are dealt out in one round
-        }
-    }
-    add_to_digest(t.p.exchange, t.call, digest);
-}
-
-/// A warpgroup's part of a tile: what is added, and where it goes. `row` and `column` are of the part.
+/// A warpgroup's part of a tile, from `first_row` of the block on, of which `rows` count.
 template <int tile_columns, class Sums>
-LATENT_MOE_DEVICE void finish_tile(const Tail& t, std::uint32_t block, std::uint32_t first_row, std::uint32_t first_column,
-                                   const Sums& sums, int warp, int lane, std::uint32_t& digest) {
+LATENT_MOE_DEVICE void finish_tile(const Tail& t, std::uint32_t block, std::uint32_t rows, std::uint32_t first_row,
+                                   std::uint32_t column_tile, const Sums& sums, int warp, int lane, std::uint32_t& digest) {
     const Params& p = t.p;
     const int rank = t.rank(), world = t.world();
-    const std::uint32_t rows = t.rows(rank, block);
-    const std::uint32_t own_row = block * p.block_rows, row_of_all = t.first_row(rank, block);
+    const std::uint32_t of_own = block * p.block_rows, of_all = t.first_row(rank, block);
+    const std::uint32_t unit = column_tile * (tile_columns / U::size) + column_of_unit(0, lane) / U::size;
+    const BlockRows shared(p.shared, of_all, unit), addend(p.addend, of_own, unit), prefix(p.prefix, of_own, unit);
+    const BlockRows out(p.out, p.gather ? of_all : of_own, unit);
+    const auto shared_of = [&](int source) { return BlockRows(t.shared_box(rank, source, block), p.hidden_units, unit); };
+    const std::uint32_t own_row = first_row + row_of_unit(0, 0, warp, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+        const std::uint32_t row = own_row + 8 * h;
 #pragma unroll
-        for (int pass = 0; pass < tile_columns / 128; ++pass) {
-            std::uint32_t row[2], unit[2];
-#pragma unroll
-            for (int e = 0; e < 2; ++e) row[e] = first_row + row_of_unit(h, e, warp, lane);
-#pragma unroll
-            for (int g = 0; g < 2; ++g) unit[g] = (first_column + column_of_unit(2 * pass + g, lane)) / U::size;
-            const auto valid = [&](int g, int e) { return row[e] < rows && unit[g] < p.hidden_units; };
+        for (int first_g = 0; first_g < tile_columns / 64; first_g += 2) {
             const auto each = [&](auto body) {
 #pragma unroll
                 for (int g = 0; g < 2; ++g) {
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        if (valid(g, e)) body(g, e);
+                        if (row + e < rows && unit + 8 * (first_g + g) < p.hidden_units) body(g, e);
                     }
                 }
             };
-            uint4 addend[2][2] = {}, prefix[2][2];
-            if (p.prefix.data) {
-                each([&](int g, int e) { prefix[g][e] = load16(p.prefix.at(own_row + row[e], unit[g])); });
-            }
+            uint4 add[2][2] = {}, last[2][2];
             if (p.addend.data) {
-                each([&](int g, int e) { addend[g][e] = load16(p.addend.at(own_row + row[e], unit[g])); });
+                each([&](int g, int e) { add[g][e] = load16(addend.at(row + e, first_g + g)); });
             } else if (p.shared.data && world <= 2) {
-                uint4 other[2][2];
-                const uint4* const theirs = world == 2 ? t.shared_box(rank, 1 - rank, block) : nullptr;
-                each([&](int g, int e) {
-                    addend[g][e] = load16(p.shared.at(row_of_all + row[e], unit[g]));
-                    if (theirs) other[g][e] = load_past_l1(theirs + row[e] * p.hidden_units + unit[g]);
-                });
-                if (theirs) {
-                    each([&](int g, int e) { addend[g][e] = U::add(addend[g][e], other[g][e]); });
+                each([&](int g, int e) { add[g][e] = load16(shared.at(row + e, first_g + g)); });
+                if (world == 2) {
+                    const BlockRows theirs = shared_of(1 - rank);
+                    uint4 other[2][2];
+                    each([&](int g, int e) { other[g][e] = load_past_l1(theirs.at(row + e, first_g + g)); });
+                    each([&](int g, int e) { add[g][e] = U::add(add[g][e], other[g][e]); });
                 }
             } else if (p.shared.data) {
-                float sum[2][2][U::size] = {};
-                for (int r = 0; r < world; ++r) {
-                    uint4 v[2][2];
-                    const uint4* const from = r == rank ? nullptr : t.shared_box(rank, r, block);
-                    each([&](int g, int e) {
-                        v[g][e] = from ? load_past_l1(from + row[e] * p.hidden_units + unit[g])
-                                       : load16(p.shared.at(row_of_all + row[e], unit[g]));
-                    });
-                    each([&](int g, int e) {
-                        float term[U::size];
-                        U::unpack(v[g][e], term);
 #pragma unroll
-                        for (int i = 0; i < U::size; ++i) sum[g][e][i] += term[i];
-                    });
+                for (int g = 0; g < 2; ++g) {  // few at a time: the product's sums hold most registers
+                    float sum[2][U::size] = {};
+                    for (int r = 0; r < world; ++r) {
+                        const BlockRows from = r == rank ? shared : shared_of(r);
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            if (row + e >= rows || unit + 8 * (first_g + g) >= p.hidden_units) continue;
+                            float term[U::size];
+                            U::unpack(load_past_l1(from.at(row + e, first_g + g)), term);
+#pragma unroll
+                            for (int i = 0; i < U::size; ++i) sum[e][i] += term[i];
+                        }
+                    }
+                    add[g][0] = U::pack(sum[0]), add[g][1] = U::pack(sum[1]);
                 }
-                each([&](int g, int e) { addend[g][e] = U::pack(sum[g][e]); });
+            }
+            if (p.prefix.data) {
+                each([&](int g, int e) { last[g][e] = load16(prefix.at(row + e, first_g + g)); });
             }
 #pragma unroll
             for (int g = 0; g < 2; ++g) {
                 float units[2][U::size];
-                units_of(sums, 2 * pass + g, h, lane, units);
+                units_of(sums, first_g + g, h, lane, units);
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    if (!valid(g, e)) continue;
+                    if (row + e >= rows || unit + 8 * (first_g + g) >= p.hidden_units) continue;
                     float value[U::size];
-                    U::unpack(addend[g][e], value);
+                    U::unpack(add[g][e], value);
 #pragma unroll
                     for (int i = 0; i < U::size; ++i) value[i] = fmaf(p.scale, units[e][i], value[i]);
                     uint4 result = U::pack(value);
-                    if (p.prefix.data) result = U::add(result, prefix[g][e]);
-                    if (!p.gather) {
-                        store16(p.out.at(own_row + row[e], unit[g]), result);
-                        continue;
-                    }
-                    store16(p.out.at(row_of_all + row[e], unit[g]), result);
-                    digest += digest_of(result, (row_of_all + row[e]) * p.hidden_units + unit[g]);
-                    for (int k = 1, to = rank; k < world; ++k) {
-                        to = to + 1 == world ? 0 : to + 1;
-                        store16(t.out_box(to, rank, block) + row[e] * p.hidden_units + unit[g], result);
+                    if (p.prefix.data) result = U::add(result, last[g][e]);
+                    store16(out.at(row + e, first_g + g), result);
+                    if (!p.gather) continue;
+                    digest += digest_of(result, (of_all + row + e) * p.hidden_units + unit + 8 * (first_g + g));
+                    for (int to = 0; to < world; ++to) {
+                        if (to == rank) continue;
+                        store16(BlockRows(t.out_box(to, rank, block), p.hidden_units, unit).at(row + e, first_g + g), result);
                     }
                 }
             }
@@ -699,9 +638,7 @@ __global__ void __launch_bounds__(tile_threads, 1)
         tile.init();
         Signals& s = shared.signals;
         mbarrier::init(shared_address(&s.ready), 1);
-        mbarrier::init(shared_address(&s.taken), 2);
         mbarrier::init(shared_address(&s.stored[0]), 128), mbarrier::init(shared_address(&s.stored[1]), 128);
-        mbarrier::init(shared_address(&s.announced[0]), 1), mbarrier::init(shared_address(&s.announced[1]), 1);
         mbarrier::publish_init();
         shared.gave_up = false;
         // Both CTAs of a pair leave, or none: each uses the other's shared memory.
@@ -724,66 +661,58 @@ __global__ void __launch_bounds__(tile_threads, 1)
 
     const std::uint32_t column_tiles = (p.hidden_units * U::size + tile_columns - 1) / tile_columns;
     const int warpgroup = __shfl_sync(0xffffffff, thread / 128, 0), warp = thread / 32, lane = thread % 32;
-    if (blockIdx.x < p.carriers) {
-        if (warp <= pushing_warps) {
-            carry_partials(t, thread, shared.gave_up);
-        } else {
-            const int copier = warp - pushing_warps - 1;
-            if (blockIdx.x == 0 && copier == 0) exchange_headers(p.exchange, call, p.tokens, lane);
-            if (p.gather) carry_outputs<tile_columns>(t, copier, lane);
-        }
-    } else if (blockIdx.x < p.carriers + p.normalisers) {
-        normalise_blocks(t, column_tiles * parts, thread, shared.gave_up);
-    } else {
-        const PackedLayout layout{std::int64_t{p.hidden_units} * U::size, std::int64_t{p.latent_units} * U::size};
-        const typename Tile::Weights weights{p.packed, static_cast<std::uint32_t>(layout.tiles()),
-                                             static_cast<std::uint32_t>(layout.blocks())};
-        const std::uint32_t tiles = t.blocks(t.rank()) * column_tiles;
-        const std::uint32_t pair = t.multiplier() / 2, pairs = t.multipliers() / 2;
-        typename Tile::Place at;
-        if (warpgroup == 0) {
-            keep_few_registers();
-            if (warp == 0) {
-                if (lane == 0) {
-                    for (std::uint32_t i = pair; i < tiles; i += pairs) {
-                        tile.load(at, i == pair, weights, i % column_tiles, cta, &map, [&] {
-                            const std::uint32_t block = i / column_tiles;
-                            const std::uint32_t wanted = block / p.depth * p.block_rows + t.rows(t.rank(), block);
-                            volatile bool& gave_up = shared.gave_up;
-                            if (!gave_up && !t.wait_for_own(t.ready(block), wanted)) gave_up = true;
-                            fence_proxy_async_global();
-                            return static_cast<int>(block % p.depth * ring_rows) + cta * Tile::cta_rows;
-                        });
-                    }
-                }
-            } else if (warp == 1) {
-                look_ahead<tile_columns>(t, pair, pairs, tiles, column_tiles, shared, lane);
-            } else {
-                announce(t, warp - 2, cta, pair, pairs, tiles, column_tiles, shared, lane);
+    const PackedLayout layout{std::int64_t{p.hidden_units} * U::size, std::int64_t{p.latent_units} * U::size};
+    const typename Tile::Weights weights{p.packed, static_cast<std::uint32_t>(layout.tiles()),
+                                         static_cast<std::uint32_t>(layout.blocks())};
+    const std::uint32_t tiles = t.blocks(t.rank()) * column_tiles;
+    const std::uint32_t pair = t.multiplier() / 2, pairs = t.multipliers() / 2;
+    typename Tile::Place at;
+    const bool carries = blockIdx.x < p.carriers;
+    if (warpgroup == Tile::groups) {
+        keep_few_registers();
+        if (carries) {
+            if (warp == pushing_warps) {
+                carry_partials<true>(t, thread, shared.gave_up);
+            } else if (blockIdx.x == 0 && warp == pushing_warps + 1) {
+                exchange_headers(p.exchange, call, p.tokens, lane);
             }
+        } else if (warp >= normalises) {
+            help<tile_columns>(t, warp - normalises, column_tiles, shared.gave_up, lane);
+        } else if (warp == keeps_in_touch) {
+            keep_in_touch<tile_columns>(t, cta, pair, pairs, tiles, column_tiles, shared, lane);
+        } else if (lane == 0) {
+            for (std::uint32_t i = pair; i < tiles; i += pairs) {
+                tile.load(at, i == pair, weights, i % column_tiles, cta, &map, [&] {
+                    const std::uint32_t block = i / column_tiles;
+                    const std::uint32_t wanted = block / p.depth * p.block_rows + t.rows(t.rank(), block);
+                    volatile bool& gave_up = shared.gave_up;
+                    if (!gave_up && !t.wait_for_own(t.ready(block), wanted)) gave_up = true;
+                    fence_proxy_async_global();
+                    return static_cast<int>(block % p.depth * ring_rows) + cta * Tile::cta_rows;
+                });
+            }
+        }
+    } else {
+        take_many_registers();
+        if (carries) {
+            carry_partials<false>(t, thread, shared.gave_up);
         } else {
-            take_many_registers();
-            const int group = warpgroup - 1, of_group = thread % 128;
-            help_at_the_start(t, thread - 128, shared.gave_up);
+            const int of_group = thread % Tile::group_threads;
             typename Tile::Sums sums;
             std::uint32_t digest = 0;
             int i = 0;
             for (std::uint32_t n = pair; n < tiles; n += pairs, ++i) {
-                tile.multiply(at, weights.blocks, group, of_group, sums);
+                tile.multiply(at, weights.blocks, warpgroup, of_group, sums);
                 mbarrier::wait(shared_address(&shared.signals.ready), i & 1);
-                if (of_group == 0) mbarrier::arrive(shared_address(&shared.signals.taken));
-                if (!static_cast<volatile bool&>(shared.gave_up)) {
-                    finish_tile<tile_columns>(t, n / column_tiles, cta * Tile::cta_rows + group * Tile::group_rows,
-                                              n % column_tiles * tile_columns, sums, of_group / 32, lane, digest);
-                }
-                if (i > 0) mbarrier::wait(shared_address(&shared.signals.announced[group]), (i - 1) & 1);
-                mbarrier::arrive(shared_address(&shared.signals.stored[group]));
+                // No branch around what reads the sums: after a fault no row is valid.
+                const std::uint32_t block = n / column_tiles;
+                const std::uint32_t rows = static_cast<volatile bool&>(shared.gave_up) ? 0 : t.rows(t.rank(), block);
+                finish_tile<tile_columns>(t, block, rows, cta * Tile::cta_rows + warpgroup * Tile::group_rows,
+                                          n % column_tiles, sums, of_group / 32, lane, digest);
+                mbarrier::arrive(shared_address(&shared.signals.stored[warpgroup]));
             }
             sync_wave();
-            if (p.gather) {
-                add_to_digest(p.exchange, call, digest);
-                help_at_the_end<tile_columns>(t, column_tiles, thread - 128);
-            }
+            if (p.gather) add_to_digest(p.exchange, call, digest);
         }
     }
     __syncwarp();
@@ -833,16 +762,15 @@ TokenParallelPlan plan_token_parallel_tail(const TokenParallelShape& shape, std:
     const auto blocks = static_cast<int>((own + shape.block_rows - 1) / shape.block_rows);
     const auto even = [](int n) { return std::max(2, n / 2 * 2); };
     TokenParallelPlan plan{.grid = std::min(max_ctas, max_grid) / 2 * 2};
-    if (shape.world > 1) plan.carriers = std::min(even(plan.grid / 10), most_carriers);
-    const auto pairs = [&] { return (plan.grid - plan.carriers - plan.normalisers) / 2; };
+    if (shape.world > 1) plan.carriers = even(plan.grid / 10);
+    const auto pairs = [&] { return (plan.grid - plan.carriers) / 2; };
     const auto waves = [&](int columns) {
         const std::int64_t tiles = blocks * ((shape.hidden + columns - 1) / columns);
         return (tiles + std::max(pairs(), 1) - 1) / std::max(pairs(), 1);
     };
     plan.tile_columns = waves(128) < 2 * waves(256) ? 128 : 256;
     const int column_tiles = static_cast<int>((shape.hidden + plan.tile_columns - 1) / plan.tile_columns);
-    plan.everybody = std::min({shape.depth, (pairs() + column_tiles - 1) / column_tiles, blocks});
-    if (blocks > plan.everybody) plan.normalisers = even(plan.grid / 16);
+    plan.ahead = std::min({shape.depth, (pairs() + column_tiles - 1) / column_tiles, blocks});
     return plan;
 }
 
@@ -857,8 +785,7 @@ cudaError_t token_parallel_tail(const TokenParallelTail& tail, cudaStream_t stre
              .depth = static_cast<std::uint32_t>(s.depth),
              .block_rows = static_cast<std::uint32_t>(s.block_rows),
              .carriers = static_cast<std::uint32_t>(plan.carriers),
-             .normalisers = static_cast<std::uint32_t>(plan.normalisers),
-             .everybody = static_cast<std::uint32_t>(plan.everybody),
+             .ahead = static_cast<std::uint32_t>(plan.ahead),
              .first = {},
              .count = {},
              .routed = unit_rows(tail.routed, s.latent, Dtype::bf16),
@@ -880,21 +807,18 @@ cudaError_t token_parallel_tail(const TokenParallelTail& tail, cudaStream_t stre
     if (!valid(x) || s.world != x.window.world || s.depth < 2 || s.block_rows < 1 || s.block_rows > ring_rows ||
         s.hidden % 8 != 0 || s.latent % 8 != 0 || s.hidden <= 0 || s.latent <= 0 || tail.region_offset % 128 != 0 ||
         !tail.workspace || !tail.packed || (tail.rms_norm && !tail.gamma) || (tail.shared.data && tail.addend.data) ||
-        plan.grid % 2 != 0 || plan.grid > max_grid || plan.carriers % 2 != 0 || plan.normalisers % 2 != 0 ||
-        plan.carriers > most_carriers || (s.world > 1 && plan.carriers < 2) || plan.everybody > s.depth ||
-        plan.grid - plan.carriers - plan.normalisers < 2 ||
-        !aligned(p.routed) || !aligned(p.shared) || !aligned(p.addend) || !aligned(p.prefix) || !aligned(p.out)) {
+        plan.grid % 2 != 0 || plan.grid > max_grid || plan.carriers % 2 != 0 ||
+        (s.world > 1 && plan.carriers < 2) || plan.ahead < 0 || plan.ahead > s.depth || plan.grid - plan.carriers < 2 ||
+        std::max({p.shared.stride, p.addend.stride, p.prefix.stride, p.out.stride}) > most_stride || !aligned(p.routed) || !aligned(p.shared) || !aligned(p.addend) || !aligned(p.prefix) || !aligned(p.out)) {
         return cudaErrorInvalidValue;
     }
     p.patient.timeout_ns *= 2;
-    std::int64_t tokens = 0, blocks = 0;
+    std::int64_t tokens = 0;
     for (int r = 0; r < s.world; ++r) {
         p.first[r] = static_cast<std::uint32_t>(tail.own.first[r]), p.count[r] = static_cast<std::uint32_t>(tail.own.count[r]);
         tokens += tail.own.count[r];
-        blocks = std::max(blocks, (tail.own.count[r] + s.block_rows - 1) / s.block_rows);
     }
     if (tokens > 0 && (!p.routed.data || !p.out.data)) return cudaErrorInvalidValue;
-    if (blocks > plan.everybody && plan.normalisers == 0) return cudaErrorInvalidValue;
     p.tokens = static_cast<std::uint32_t>(tokens);
     const std::int64_t ring_bytes = std::int64_t{s.depth} * ring_rows * s.latent * 2;
     p.counters = reinterpret_cast<std::uint32_t*>(p.ring + ring_bytes);
