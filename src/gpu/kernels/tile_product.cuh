@@ -94,14 +94,14 @@ struct TileProduct {
             const int from = row();
             for (; block < fits; ++block, at.next()) load_a(at, map, from, block);
             for (; block < weights.blocks; ++block, at.next()) {
-                mbarrier::wait(empty(at.stage), at.parity ^ 1);
+                mbarrier::wait_patiently(empty(at.stage), at.parity ^ 1);
                 load_w(at, half, block, cta), load_a(at, map, from, block);
             }
             return;
         }
         const int from = row();
         for (; block < weights.blocks; ++block, at.next()) {
-            mbarrier::wait(empty(at.stage), at.parity ^ 1);
+            mbarrier::wait_patiently(empty(at.stage), at.parity ^ 1);
             load_w(at, half, block, cta), load_a(at, map, from, block);
         }
     }
@@ -119,7 +119,7 @@ struct TileProduct {
         int previous = 0;
         std::uint32_t block = 0;
         do {
-            mbarrier::wait(full(at.stage), at.parity);
+            mbarrier::wait_patiently(full(at.stage), at.parity);
             const std::uint64_t da = a + at.stage * (a_bytes >> 4), dw = w + at.stage * (w_bytes >> 4);
             wgmma_begin();
 #pragma unroll

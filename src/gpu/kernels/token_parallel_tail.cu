@@ -182,14 +182,14 @@ struct Tail {
         return reinterpret_cast<uint4*>(p.ring) + std::int64_t{block % p.depth * ring_rows + row} * p.latent_units;
     }
 
-    // ---- waits; by a whole warp, in step, false where it gave up
+    // ---- waits; by a whole warp, in step, false where it gave up. No word: nothing to wait for.
 
     template <class Word, class Whom>
     LATENT_MOE_DEVICE bool wait_for(std::uint32_t count, std::uint64_t wanted, Phase phase, Word word, Whom whom) const {
         Wait wait(p.exchange, call.epoch);
         for (std::uint32_t i = threadIdx.x % wave_size; i < count; i += wave_size) {
             const std::uint64_t* const at = word(i);
-            for (;;) {
+            while (at != nullptr) {
                 const std::uint64_t found = load_relaxed(at);
                 if (found >> 32 == wanted >> 32 && static_cast<std::uint32_t>(found) >= static_cast<std::uint32_t>(wanted))
                     break;
@@ -373,29 +373,33 @@ LATENT_MOE_DEVICE void carry_partials(const Tail& t, int thread, volatile bool& 
         if (warp == 0 && kind == latents && block >= t.p.depth) {
             const bool taken = t.wait_for(
                 t.world(), t.told(block - t.p.depth), Phase::scatter,
-                [&](std::uint32_t r) { return t.consumed(t.rank(), block, static_cast<int>(r)); },
-                [&](std::uint32_t r) { return static_cast<int>(r); });
+                [&](std::uint32_t i) {
+                    const int owner = static_cast<int>(i);
+                    return owner != t.rank() && block < t.blocks(owner) ? t.consumed(t.rank(), block, owner) : nullptr;
+                },
+                [](std::uint32_t i) { return static_cast<int>(i); });
             if (!taken) gave_up = true;
         }
         sync_threads_of(pushers_barrier, pushers + 32);
+        const bool stop = gave_up;  // the same for all: it is set between steps only
         const std::uint32_t workers = t.senders(kind, block);
         if constexpr (!announces) {
-            for (int k = 1, owner = t.rank(); k < t.world() && !gave_up; ++k) {  // the next rank first
+            for (int k = 1, owner = t.rank(); k < t.world() && !stop; ++k) {  // the next rank first
                 owner = owner + 1 == t.world() ? 0 : owner + 1;
                 if (block < t.blocks(owner)) t.push<pushers>(kind, owner, block, blockIdx.x, workers, thread);
             }
         }
         sync_threads_of(pushers_barrier, pushers + 32);
-        if (announces && !gave_up && lane < t.world() && lane != t.rank() && block < t.blocks(lane)) {
+        if (announces && !stop && lane < t.world() && lane != t.rank() && block < t.blocks(lane)) {
             fence<Scope::system>();
             store_relaxed(t.arrived(lane, kind, block, t.rank(), blockIdx.x), t.told(block));
         }
         sync_wave();
+        return stop;
     };
     for (std::uint32_t i = 0; i <= most; ++i) {
-        if (i < most) step(latents, i);
-        if (i > 0 && t.p.shared.data) step(shared_rows, i - 1);
-        if (gave_up) break;
+        if (i < most && step(latents, i)) return;
+        if (i > 0 && t.p.shared.data && step(shared_rows, i - 1)) return;
     }
 }
 
@@ -437,7 +441,7 @@ LATENT_MOE_DEVICE void keep_in_touch(const Tail& t, int cta, std::uint32_t pair,
 
         for (int group = 0; group < 2; ++group) {
             const std::uint32_t part = tile % column_tiles * parts + cta * 2 + group;
-            mbarrier::wait(shared_address(&shared.signals.stored[group]), i & 1);
+            mbarrier::wait_patiently(shared_address(&shared.signals.stored[group]), i & 1);
             const bool quiet = gave_up;
             fence<Scope::system>();
             if (peer && t.p.gather && !quiet) store_relaxed(t.finished(lane, block, t.rank(), part), t.told(block));
@@ -703,7 +707,7 @@ __global__ void __launch_bounds__(tile_threads, 1)
             int i = 0;
             for (std::uint32_t n = pair; n < tiles; n += pairs, ++i) {
                 tile.multiply(at, weights.blocks, warpgroup, of_group, sums);
-                mbarrier::wait(shared_address(&shared.signals.ready), i & 1);
+                mbarrier::wait_patiently(shared_address(&shared.signals.ready), i & 1);
                 // No branch around what reads the sums: after a fault no row is valid.
                 const std::uint32_t block = n / column_tiles;
                 const std::uint32_t rows = static_cast<volatile bool&>(shared.gave_up) ? 0 : t.rows(t.rank(), block);

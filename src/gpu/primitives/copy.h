@@ -132,6 +132,16 @@ LATENT_MOE_DEVICE void wait(std::uint32_t bar, int parity) {
         if (tries > 20'000'000) __trap();
     }
 }
+/// Where what is waited for waits for a peer itself, as long as that may take, and then comes whatever happened.
+LATENT_MOE_DEVICE void wait_patiently(std::uint32_t bar, int parity) {
+    std::uint32_t done;
+    do {
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done)
+                     : "r"(bar), "r"(parity)
+                     : "memory");
+    } while (!done);
+}
 }  // namespace mbarrier
 
 /// L2 policy of weights: read once a step, never again before they are evicted anyway.
