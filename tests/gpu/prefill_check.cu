@@ -194,6 +194,7 @@ void check_against(const Reference& r, const char* what) {
     CUDA(cudaMemcpy(&verdict, device, sizeof verdict, cudaMemcpyDefault));
     expect(verdict.wrong == 0, "%s: %llu of %llu wrong, first at row %lld column %lld: got %g expected %g", what,
            verdict.wrong, verdict.checked, verdict.row, verdict.column, verdict.got, verdict.want);
+    expect(static_cast<long long>(verdict.checked) == r.rows * r.samples, "%s: checked %llu", what, verdict.checked);
     const double error = std::sqrt(verdict.error_squares / std::max(verdict.squares, 1e-30));
     expect(error < 4e-3, "%s: relative error %.2e", what, error);
     cudaFree(device);
@@ -669,11 +670,14 @@ void check_replays(int world) {
     std::vector<std::vector<Buffer>> results(static_cast<std::size_t>(world));
     for (int r = 0; r < world; ++r) {
         cudaGraph_t graph;
+        CUDA(cudaSetDevice(g.device(r)));
+        for (const Case& c : cases) results[r].emplace_back(c.tokens * g.hidden);
         CUDA(cudaStreamBeginCapture(g.stream[r], cudaStreamCaptureModeThreadLocal));
-        for (const Case& c : cases) {
-            CUDA(g.call(r, c));
-            results[r].emplace_back(c.tokens * g.hidden);
-            CUDA(cudaMemcpyAsync(results[r].back().data, g.out[r].data, results[r].back().bytes, cudaMemcpyDefault, g.stream[r]));
+        for (std::size_t at = 0; at < cases.size(); ++at) {
+            CUDA(g.call(r, cases[at]));
+            CUDA(cudaSetDevice(g.device(r)));
+            const Buffer& to = results[r][at];
+            if (to.bytes > 0) CUDA(cudaMemcpyAsync(to.data, g.out[r].data, to.bytes, cudaMemcpyDefault, g.stream[r]));
             CUDA(cudaMemsetAsync(g.out[r].data, 0xff, g.out[r].bytes, g.stream[r]));
         }
         CUDA(cudaStreamEndCapture(g.stream[r], &graph));
@@ -684,10 +688,12 @@ void check_replays(int world) {
         for (int k = 0; k < world; ++k) {
             const int r = (i + k) % world;
             if (i % 7 == 3 && k == 0) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+            CUDA(cudaSetDevice(g.device(r)));
             CUDA(cudaGraphLaunch(graphs[r], g.stream[r]));
             if (i % 5 == 2) std::this_thread::sleep_for(std::chrono::microseconds(300));
         }
         g.sync();
+        CUDA(cudaSetDevice(0));
         for (int r = 0; r < world; ++r) {
             for (std::size_t at = 0; at < cases.size(); ++at) {
                 const auto different = differences(first[at].data, results[r][at].data, first[at].bytes);
@@ -843,6 +849,7 @@ void time_ranks(int world) {
     }
     expect(g.faults().empty(), "%s", g.faults().c_str());
     g.run({.tokens = 8192}, "after timing");
+    for (int r = 0; r < world; ++r) cudaEventDestroy(begin[r]), cudaEventDestroy(end[r]);
 }
 
 }  // namespace

@@ -184,6 +184,23 @@ LATENT_MOE_DEVICE int column_of_unit(int g, int lane) {
     return 64 * g + 32 * (lane >> 2 & 1) + 8 * (lane & 3);
 }
 
+/// Calls `finish(h, g, loaded, units)` for all of a thread's units (see `units_of`), with what `load(h, g, loaded)` fetched
+/// `ahead` passes before, so that the latency of memory is not seen. More ahead takes registers that the sums leave few of.
+template <int tile_columns, int ahead, class Loaded, class Load, class Finish>
+LATENT_MOE_DEVICE void finish_in_passes(const float (&sums)[tile_columns / 2], int lane, Load load, Finish finish) {
+    constexpr int groups = tile_columns / 64, passes = 2 * groups;
+    Loaded loaded[ahead + 1];
+#pragma unroll
+    for (int i = 0; i < ahead; ++i) load(i / groups, i % groups, loaded[i]);
+#pragma unroll
+    for (int i = 0; i < passes; ++i) {
+        if (i + ahead < passes) load((i + ahead) / groups, (i + ahead) % groups, loaded[(i + ahead) % (ahead + 1)]);
+        float units[2][8];
+        units_of(sums, i % groups, i / groups, lane, units);
+        finish(i / groups, i % groups, loaded[i % (ahead + 1)], units);
+    }
+}
+
 /// A CTA of three warpgroups starts with 168 registers a thread. The two that multiply take more, the third gives them. Each
 /// role in one branch, and no calls (LATENT_MOE_NO_CALLS), or ptxas spills.
 inline constexpr int tile_threads = 384;

@@ -69,47 +69,37 @@ __global__ void __launch_bounds__(tile_threads, 1)
         typename Tile::Sums sums;
         for (std::uint32_t t = pair; t < tiles; t += pairs) {
             tile.multiply(at, weights.blocks, group, thread, sums);
-            const std::uint32_t first_row = t / column_tiles * Tile::pair_rows + cta * Tile::cta_rows +
-                                            group * Tile::group_rows;
-            const std::uint32_t first_column = t % column_tiles * tile_columns;
+            const std::uint32_t row = t / column_tiles * Tile::pair_rows + cta * Tile::cta_rows +
+                                      group * Tile::group_rows + row_of_unit(0, 0, warp, lane);
+            const std::uint32_t unit = (t % column_tiles * tile_columns + column_of_unit(0, lane)) / U::size;
+            const auto valid = [&](int h, int g, int e) {
+                return row + 8 * h + e < p.tokens && unit + 8 * g < p.rows / U::size;
+            };
+            struct Loaded {
+                uint4 addend[2];
+            };
+            finish_in_passes<tile_columns, 2, Loaded>(
+                sums, lane,
+                [&](int h, int g, Loaded& loaded) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-#pragma unroll
-                for (int pass = 0; pass < tile_columns / 128; ++pass) {
-                    uint4 addend[2][2], prefix[2][2];
-                    bool valid[2][2];
-#pragma unroll
-                    for (int g = 0; g < 2; ++g) {
-#pragma unroll
-                        for (int e = 0; e < 2; ++e) {
-                            const std::uint32_t row = first_row + row_of_unit(h, e, warp, lane);
-                            const std::uint32_t column = first_column + column_of_unit(2 * pass + g, lane);
-                            valid[g][e] = row < p.tokens && column < p.rows;
-                            if (!valid[g][e]) continue;
-                            if (p.addend.data) addend[g][e] = load16(p.addend.at(row, column / U::size));
-                            if (p.prefix.data) prefix[g][e] = load16(p.prefix.at(row, column / U::size));
-                        }
+                    for (int e = 0; e < 2; ++e) {
+                        if (!valid(h, g, e)) continue;
+                        if (p.addend.data) loaded.addend[e] = load16(p.addend.at(row + 8 * h + e, unit + 8 * g));
                     }
+                },
+                [&](int h, int g, const Loaded& loaded, const float(&units)[2][U::size]) {
 #pragma unroll
-                    for (int g = 0; g < 2; ++g) {
-                        float units[2][8];
-                        units_of(sums, 2 * pass + g, h, lane, units);
+                    for (int e = 0; e < 2; ++e) {
+                        if (!valid(h, g, e)) continue;
+                        float value[U::size] = {};
+                        if (p.addend.data) U::unpack(loaded.addend[e], value);
 #pragma unroll
-                        for (int e = 0; e < 2; ++e) {
-                            if (!valid[g][e]) continue;
-                            float add[U::size] = {};
-                            if (p.addend.data) U::unpack(addend[g][e], add);
-#pragma unroll
-                            for (int i = 0; i < U::size; ++i) add[i] = fmaf(p.scale, units[e][i], add[i]);
-                            uint4 value = U::pack(add);
-                            if (p.prefix.data) value = U::add(value, prefix[g][e]);
-                            const std::uint32_t row = first_row + row_of_unit(h, e, warp, lane);
-                            const std::uint32_t column = first_column + column_of_unit(2 * pass + g, lane);
-                            store16(p.c.at(row, column / U::size), value);
-                        }
+                        for (int i = 0; i < U::size; ++i) value[i] = fmaf(p.scale, units[e][i], value[i]);
+                        uint4 result = U::pack(value);
+                        if (p.prefix.data) result = U::add(result, load16(p.prefix.at(row + 8 * h + e, unit + 8 * g)));
+                        store16(p.c.at(row + 8 * h + e, unit + 8 * g), result);
                     }
-                }
-            }
+                });
         }
     }
     cluster::arrive();  // nobody leaves while its neighbour may still arrive at its barriers

@@ -53,6 +53,8 @@ constexpr int ring_rows = 256, parts = 4;  // of a tile: 64 rows each
 constexpr int pushing_warps = 8, pushers = 32 * pushing_warps;  // of a carrier; its next warp announces
 constexpr int pushed_at_once = 8, copied_at_once = 4;
 constexpr int pushers_barrier = 1;
+constexpr int most_senders = 2 * max_grid;
+constexpr int staged_units = 32;  ///< a lane's, of one helper: 16 KB a warp
 constexpr std::int64_t most_stride = std::int64_t{1} << 23;  // bytes: a block's offsets fit 32 bits
 
 /// The warps of a CTA that multiplies, behind those.
@@ -74,7 +76,7 @@ struct Region {
             return from;
         };
         const std::int64_t places = s.depth, boxes = places * (s.world - 1) * s.block_rows;
-        arrived = take(2 * places * max_ranks * max_grid * 8);
+        arrived = take(2 * places * max_ranks * most_senders * 8);
         consumed = take(places * max_ranks * 8);
         finished = take(places * max_ranks * column_parts * 8);
         copied = take(places * max_ranks * max_grid * 8);
@@ -130,9 +132,9 @@ struct Tail {
     LATENT_MOE_DEVICE std::uint32_t first_row(int owner, std::uint32_t block) const {
         return p.first[owner] + block * p.block_rows;
     }
-    /// CTAs among which the sending of a block's partials is shared.
+    /// Among how many the sending of a block's partials is shared: carriers, and of the first latents all helpers.
     LATENT_MOE_DEVICE std::uint32_t senders(Partial kind, std::uint32_t block) const {
-        return kind == latents && block < p.ahead ? p.carriers + multipliers() : p.carriers;
+        return kind == latents && block < p.ahead ? p.carriers + 2 * multipliers() : p.carriers;
     }
 
     // ---- words
@@ -145,7 +147,7 @@ struct Tail {
         return std::uint64_t{call.epoch + 1} << 32 | (block + 1);
     }
     LATENT_MOE_DEVICE std::uint64_t* arrived(int at, Partial kind, std::uint32_t block, int source, std::uint32_t worker) const {
-        return words(at, p.region.arrived) + ((kind * p.depth + block % p.depth) * max_ranks + source) * max_grid + worker;
+        return words(at, p.region.arrived) + ((kind * p.depth + block % p.depth) * max_ranks + source) * most_senders + worker;
     }
     LATENT_MOE_DEVICE std::uint64_t* consumed(int at, std::uint32_t block, int owner) const {
         return words(at, p.region.consumed) + block % p.depth * max_ranks + owner;
@@ -258,47 +260,53 @@ struct Tail {
 
     // ---- latents
 
-    /// A row of the ring, by a warp: the same bits whoever does it.
-    LATENT_MOE_DEVICE void normalise(std::uint32_t block, std::uint32_t row, int lane) const {
-        constexpr int at_once = 2;
+    /// A row of the ring, by a warp: the same bits whoever does it. All of a row that fits is on its way at once, to shared
+    /// memory, since few registers are left beside the product. A lane reads only what it copied itself.
+    LATENT_MOE_DEVICE void normalise(std::uint32_t block, std::uint32_t row, int lane, std::uint32_t staging) const {
         uint4* const to = ring_row(block, row);
-        const std::uint32_t from_row = first_row(rank(), block) + row;
+        const std::uint32_t from_row = first_row(rank(), block) + row, at_once = staged_units / world();
+        const bool stays = at_once * wave_size >= p.latent_units;
+        const auto place = [&](int r, std::uint32_t u) { return staging + ((r * at_once + u) * wave_size + lane) * 16; };
         float squares = 0;
-        for (std::uint32_t i = lane; i < p.latent_units; i += wave_size * at_once) {
-            float sum[at_once][U::size] = {};
+        for (std::uint32_t first = lane; first < p.latent_units; first += at_once * wave_size) {
+            const std::uint32_t count =
+                min(at_once, (p.latent_units - first + wave_size - 1) / static_cast<std::uint32_t>(wave_size));
             for (int r = 0; r < world(); ++r) {
-                uint4 v[at_once];
-#pragma unroll
-                for (int u = 0; u < at_once; ++u) {
-                    const std::uint32_t unit = i + u * wave_size;
-                    if (unit >= p.latent_units) continue;
-                    v[u] = r == rank() ? load16(p.routed.at(from_row, unit))
-                                       : load_past_l1(latent_box(rank(), r, block) + row * p.latent_units + unit);
-                }
-#pragma unroll
-                for (int u = 0; u < at_once; ++u) {
-                    if (i + u * wave_size >= p.latent_units) continue;
-                    float term[U::size];
-                    U::unpack(v[u], term);
-#pragma unroll
-                    for (int e = 0; e < U::size; ++e) sum[u][e] += term[e];
-                }
+                const uint4* const from =
+                    (r == rank() ? p.routed.at(from_row, 0) : latent_box(rank(), r, block) + row * p.latent_units) + first;
+#pragma unroll 4
+                for (std::uint32_t u = 0; u < count; ++u) copy16_async(place(r, u), from + u * wave_size);
             }
+            copies_commit();
+            copies_wait<0>();
+#pragma unroll 2
+            for (std::uint32_t u = 0; u < count; ++u) {
+                float sum[U::size] = {}, term[U::size];
+                for (int r = 0; r < world(); ++r) {
+                    U::unpack(load_shared<uint4>(place(r, u)), term);
 #pragma unroll
-            for (int u = 0; u < at_once; ++u) {
-                if (i + u * wave_size >= p.latent_units) continue;
-                const uint4 rounded = U::pack(sum[u]);
-                float term[U::size];
+                    for (int e = 0; e < U::size; ++e) sum[e] += term[e];
+                }
+                const uint4 rounded = U::pack(sum);
                 U::unpack(rounded, term);
 #pragma unroll
                 for (int e = 0; e < U::size; ++e) squares = fmaf(term[e], term[e], squares);
-                store16(to + i + u * wave_size, rounded);
+                if (stays && p.gamma) {
+                    store_shared(place(0, u), rounded);
+                } else {
+                    store16(to + first + u * wave_size, rounded);
+                }
             }
         }
         if (!p.gamma) return;
 #pragma unroll
         for (int step = 16; step > 0; step /= 2) squares += shuffle_xor(squares, static_cast<unsigned>(step));
-        scale(to, squares, lane);
+        const float factor = rms_factor(squares, p.inverse_width, p.epsilon);
+#pragma unroll 4
+        for (std::uint32_t unit = lane, u = 0; unit < p.latent_units; unit += wave_size, ++u) {
+            const uint4 sum = stays ? load_shared<uint4>(place(0, u)) : load16(to + unit);
+            store16(to + unit, scaled(sum, load16(p.gamma + unit), factor));
+        }
     }
     LATENT_MOE_DEVICE static uint4 scaled(uint4 v, uint4 gamma, float factor) {
         float x[U::size], g[U::size];
@@ -307,16 +315,13 @@ struct Tail {
         for (int i = 0; i < U::size; ++i) x[i] = x[i] * factor * g[i];
         return U::pack(x);
     }
-    LATENT_MOE_DEVICE void scale(uint4* row, float squares, int lane) const {
-        const float factor = rms_factor(squares, p.inverse_width, p.epsilon);
-        for (std::uint32_t unit = lane; unit < p.latent_units; unit += wave_size) {
-            store16(row + unit, scaled(load16(row + unit), load16(p.gamma + unit), factor));
-        }
-    }
     /// Rows worker, worker + workers, … of a block; then says so.
-    LATENT_MOE_DEVICE void normalise_rows(std::uint32_t block, std::uint32_t worker, std::uint32_t workers, int lane) const {
+    LATENT_MOE_DEVICE void normalise_rows(std::uint32_t block, std::uint32_t worker, std::uint32_t workers, int lane,
+                                          std::uint32_t staging) const {
         std::uint32_t made = 0;
-        for (std::uint32_t row = worker; row < rows(rank(), block); row += workers, ++made) normalise(block, row, lane);
+        for (std::uint32_t row = worker; row < rows(rank(), block); row += workers, ++made) {
+            normalise(block, row, lane, staging);
+        }
         if (made == 0) return;
         fence_proxy_async_global();
         fence<Scope::device>();
@@ -417,6 +422,20 @@ struct SharedState {
     bool gave_up;
 };
 
+/// Asks the L2 cache for this rank's own rows under a CTA's part of a tile: they are far away, and read once.
+template <int tile_columns>
+LATENT_MOE_DEVICE void prefetch_addends(const Tail& t, std::uint32_t block, std::uint32_t column_tile, int cta, int lane) {
+    const Params& p = t.p;
+    const UnitRows& from = p.addend.data ? p.addend : p.shared;
+    if (!from.data) return;
+    const std::uint32_t first = p.addend.data ? block * p.block_rows : t.first_row(t.rank(), block);
+    const std::uint32_t unit = column_tile * (tile_columns / U::size), width = min(tile_columns / U::size, p.hidden_units - unit);
+    const std::uint32_t end = min(128u * (cta + 1), t.rows(t.rank(), block));
+    for (std::uint32_t row = 128 * cta + lane; row < end; row += wave_size) {
+        bulk_prefetch(from.at(first + row, unit), static_cast<int>(width * 16));
+    }
+}
+
 /// Warp 9: before each tile's epilogue what it waits for, after it what others wait for.
 template <int tile_columns>
 LATENT_MOE_DEVICE void keep_in_touch(const Tail& t, int cta, std::uint32_t pair, std::uint32_t pairs, std::uint32_t tiles,
@@ -427,6 +446,7 @@ LATENT_MOE_DEVICE void keep_in_touch(const Tail& t, int cta, std::uint32_t pair,
     int i = 0;
     for (std::uint32_t tile = pair; tile < tiles; tile += pairs, ++i) {
         const std::uint32_t block = tile / column_tiles;
+        prefetch_addends<tile_columns>(t, block, tile % column_tiles, cta, lane);
         bool there = !gave_up;
         if (there && t.p.shared.data && t.peers() > 0) there = t.wait_for_partials(shared_rows, block);
         if (there && t.p.gather && t.peers() > 0 && block >= t.p.depth) {
@@ -459,9 +479,9 @@ LATENT_MOE_DEVICE void keep_in_touch(const Tail& t, int cta, std::uint32_t pair,
 
 /// Warps 10 and 11: the first blocks' latents.
 LATENT_MOE_DEVICE bool send_first_latents(const Tail& t, int helper, int lane) {
-    const std::uint32_t worker = t.p.carriers + t.multiplier();
+    const std::uint32_t worker = t.p.carriers + 2 * t.multiplier() + helper;
     if (!t.wait_for_peers()) return false;
-    for (std::uint32_t block = helper; block < min(t.p.ahead, t.most_blocks()); block += 2) {
+    for (std::uint32_t block = 0; block < min(t.p.ahead, t.most_blocks()); ++block) {
         for (int k = 1, owner = t.rank(); k < t.world(); ++k) {
             owner = owner + 1 == t.world() ? 0 : owner + 1;
             if (block < t.blocks(owner)) t.push<32>(latents, owner, block, worker, t.senders(latents, block), lane);
@@ -478,13 +498,13 @@ LATENT_MOE_DEVICE bool send_first_latents(const Tail& t, int helper, int lane) {
 
 /// Of blocks [from, to), the rows of this worker.
 LATENT_MOE_DEVICE bool normalise_blocks(const Tail& t, std::uint32_t from, std::uint32_t to, std::uint32_t worker,
-                                        std::uint32_t workers, std::uint32_t parts_of_block, int lane) {
+                                        std::uint32_t workers, std::uint32_t parts_of_block, int lane, std::uint32_t staging) {
     for (std::uint32_t block = from; block < to; ++block) {
         bool there = t.peers() == 0 || t.wait_for_partials(latents, block);
         if (there && block >= t.p.depth && lane == 0)
             there = t.wait_for_own(t.done(block), block / t.p.depth * parts_of_block);
         if (!__all_sync(0xffffffff, there)) return false;
-        t.normalise_rows(block, worker, workers, lane);
+        t.normalise_rows(block, worker, workers, lane, staging);
     }
     return true;
 }
@@ -514,14 +534,18 @@ LATENT_MOE_DEVICE void copy_outputs(const Tail& t, std::uint32_t column_tiles, i
     add_to_digest(t.p.exchange, t.call, digest);
 }
 
-/// Warps 10 and 11.
+/// Warps 10 and 11. `staging`: shared memory of either's own.
 template <int tile_columns>
-LATENT_MOE_DEVICE void help(const Tail& t, int helper, std::uint32_t column_tiles, volatile bool& gave_up, int lane) {
+LATENT_MOE_DEVICE void help(const Tail& t, int helper, std::uint32_t column_tiles, volatile bool& gave_up, int lane,
+                            std::uint32_t staging) {
     const std::uint32_t own_blocks = t.blocks(t.rank()), first = min(t.p.ahead, own_blocks);
     const std::uint32_t workers = t.multipliers(), parts_of_block = column_tiles * parts;
     bool well = t.peers() == 0 || send_first_latents(t, helper, lane);
-    well = well && normalise_blocks(t, 0, first, t.multiplier() + helper * workers, 2 * workers, parts_of_block, lane);
-    if (well && helper == 0) well = normalise_blocks(t, first, own_blocks, t.multiplier(), workers, parts_of_block, lane);
+    std::uint32_t from = 0, to = first, worker = t.multiplier() + helper * workers, of = 2 * workers;
+    for (int turn = 0; turn < 2 - helper && well; ++turn) {  // the first blocks both, the others one
+        well = normalise_blocks(t, from, to, worker, of, parts_of_block, lane, staging);
+        from = first, to = own_blocks, worker = t.multiplier(), of = workers;
+    }
     if (!well) gave_up = true;
     if (well && helper == 1 && t.p.gather && t.peers() > 0) copy_outputs<tile_columns>(t, column_tiles, lane);
 }
@@ -543,91 +567,71 @@ struct BlockRows {
     }
 };
 
-/// A warpgroup's part of a tile, from `first_row` of the block on, of which `rows` count.
-template <int tile_columns, class Sums>
+/// A warpgroup's part of a tile, from `first_row` of the block on, of which `rows` count. `few`: two summands at most; the other
+/// form spills registers, where the wire is what takes the time.
+template <int tile_columns, bool few, class Sums>
 LATENT_MOE_DEVICE void finish_tile(const Tail& t, std::uint32_t block, std::uint32_t rows, std::uint32_t first_row,
                                    std::uint32_t column_tile, const Sums& sums, int warp, int lane, std::uint32_t& digest) {
     const Params& p = t.p;
     const int rank = t.rank(), world = t.world();
     const std::uint32_t of_own = block * p.block_rows, of_all = t.first_row(rank, block);
     const std::uint32_t unit = column_tile * (tile_columns / U::size) + column_of_unit(0, lane) / U::size;
-    const BlockRows shared(p.shared, of_all, unit), addend(p.addend, of_own, unit), prefix(p.prefix, of_own, unit);
+    const BlockRows own = p.addend.data ? BlockRows(p.addend, of_own, unit) : BlockRows(p.shared, of_all, unit);
     const BlockRows out(p.out, p.gather ? of_all : of_own, unit);
     const auto shared_of = [&](int source) { return BlockRows(t.shared_box(rank, source, block), p.hidden_units, unit); };
-    const std::uint32_t own_row = first_row + row_of_unit(0, 0, warp, lane);
+    const std::uint32_t first = first_row + row_of_unit(0, 0, warp, lane);
+    const auto valid = [&](int h, int g, int e) { return first + 8 * h + e < rows && unit + 8 * g < p.hidden_units; };
+    const BlockRows theirs = world == 2 ? shared_of(1 - rank) : BlockRows();
+    struct Loaded {
+        uint4 own[2], theirs[2];
+    };
+    finish_in_passes<tile_columns, tile_columns == 256 ? 1 : 2, Loaded>(
+        sums, lane,
+        [&](int h, int g, Loaded& loaded) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const std::uint32_t row = own_row + 8 * h;
+            for (int e = 0; e < 2; ++e) {
+                loaded.own[e] = loaded.theirs[e] = uint4{};
+                if (!valid(h, g, e)) continue;
+                if (own.data) loaded.own[e] = load16(own.at(first + 8 * h + e, g));
+                if (world == 2 && p.shared.data) loaded.theirs[e] = load_past_l1(theirs.at(first + 8 * h + e, g));
+            }
+        },
+        [&](int h, int g, const Loaded& loaded, const float(&units)[2][U::size]) {
 #pragma unroll
-        for (int first_g = 0; first_g < tile_columns / 64; first_g += 2) {
-            const auto each = [&](auto body) {
+            for (int e = 0; e < 2; ++e) {
+                const std::uint32_t row = first + 8 * h + e;
+                if (!valid(h, g, e)) continue;
+                float value[U::size];
+                if constexpr (few) {
+                    U::unpack(U::add(loaded.own[e], loaded.theirs[e]), value);  // two summands have one order
+                } else {
 #pragma unroll
-                for (int g = 0; g < 2; ++g) {
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        if (row + e < rows && unit + 8 * (first_g + g) < p.hidden_units) body(g, e);
-                    }
-                }
-            };
-            uint4 add[2][2] = {}, last[2][2];
-            if (p.addend.data) {
-                each([&](int g, int e) { add[g][e] = load16(addend.at(row + e, first_g + g)); });
-            } else if (p.shared.data && world <= 2) {
-                each([&](int g, int e) { add[g][e] = load16(shared.at(row + e, first_g + g)); });
-                if (world == 2) {
-                    const BlockRows theirs = shared_of(1 - rank);
-                    uint4 other[2][2];
-                    each([&](int g, int e) { other[g][e] = load_past_l1(theirs.at(row + e, first_g + g)); });
-                    each([&](int g, int e) { add[g][e] = U::add(add[g][e], other[g][e]); });
-                }
-            } else if (p.shared.data) {
-#pragma unroll
-                for (int g = 0; g < 2; ++g) {  // few at a time: the product's sums hold most registers
-                    float sum[2][U::size] = {};
-                    for (int r = 0; r < world; ++r) {
-                        const BlockRows from = r == rank ? shared : shared_of(r);
-#pragma unroll
-                        for (int e = 0; e < 2; ++e) {
-                            if (row + e >= rows || unit + 8 * (first_g + g) >= p.hidden_units) continue;
+                    for (float& v : value) v = 0;
+                    if (p.shared.data) {
+                        for (int r = 0; r < world; ++r) {
                             float term[U::size];
-                            U::unpack(load_past_l1(from.at(row + e, first_g + g)), term);
+                            U::unpack(r == rank ? loaded.own[e] : load_past_l1(shared_of(r).at(row, g)), term);
 #pragma unroll
-                            for (int i = 0; i < U::size; ++i) sum[e][i] += term[i];
+                            for (int i = 0; i < U::size; ++i) value[i] += term[i];
                         }
-                    }
-                    add[g][0] = U::pack(sum[0]), add[g][1] = U::pack(sum[1]);
-                }
-            }
-            if (p.prefix.data) {
-                each([&](int g, int e) { last[g][e] = load16(prefix.at(row + e, first_g + g)); });
-            }
-#pragma unroll
-            for (int g = 0; g < 2; ++g) {
-                float units[2][U::size];
-                units_of(sums, first_g + g, h, lane, units);
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    if (row + e >= rows || unit + 8 * (first_g + g) >= p.hidden_units) continue;
-                    float value[U::size];
-                    U::unpack(add[g][e], value);
-#pragma unroll
-                    for (int i = 0; i < U::size; ++i) value[i] = fmaf(p.scale, units[e][i], value[i]);
-                    uint4 result = U::pack(value);
-                    if (p.prefix.data) result = U::add(result, last[g][e]);
-                    store16(out.at(row + e, first_g + g), result);
-                    if (!p.gather) continue;
-                    digest += digest_of(result, (of_all + row + e) * p.hidden_units + unit + 8 * (first_g + g));
-                    for (int to = 0; to < world; ++to) {
-                        if (to == rank) continue;
-                        store16(BlockRows(t.out_box(to, rank, block), p.hidden_units, unit).at(row + e, first_g + g), result);
+                        U::unpack(U::pack(value), value);
                     }
                 }
+#pragma unroll
+                for (int i = 0; i < U::size; ++i) value[i] = fmaf(p.scale, units[e][i], value[i]);
+                uint4 result = U::pack(value);
+                if (p.prefix.data) result = U::add(result, load16(BlockRows(p.prefix, of_own, unit).at(row, g)));
+                store16(out.at(row, g), result);
+                if (!p.gather) continue;
+                digest += digest_of(result, (of_all + row) * p.hidden_units + unit + 8 * g);
+                for (int to = 0; to < world; ++to) {
+                    if (to != rank) store16(BlockRows(t.out_box(to, rank, block), p.hidden_units, unit).at(row, g), result);
+                }
             }
-        }
-    }
+        });
 }
 
-template <int tile_columns>
+template <int tile_columns, bool few>
 __global__ void __launch_bounds__(tile_threads, 1)
     finish_own_tokens(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -681,7 +685,8 @@ __global__ void __launch_bounds__(tile_threads, 1)
                 exchange_headers(p.exchange, call, p.tokens, lane);
             }
         } else if (warp >= normalises) {
-            help<tile_columns>(t, warp - normalises, column_tiles, shared.gave_up, lane);
+            help<tile_columns>(t, warp - normalises, column_tiles, shared.gave_up, lane,
+                               tile.base + Tile::shared_bytes + (warp - normalises) * staged_units * 512);
         } else if (warp == keeps_in_touch) {
             keep_in_touch<tile_columns>(t, cta, pair, pairs, tiles, column_tiles, shared, lane);
         } else if (lane == 0) {
@@ -711,7 +716,7 @@ __global__ void __launch_bounds__(tile_threads, 1)
                 // No branch around what reads the sums: after a fault no row is valid.
                 const std::uint32_t block = n / column_tiles;
                 const std::uint32_t rows = static_cast<volatile bool&>(shared.gave_up) ? 0 : t.rows(t.rank(), block);
-                finish_tile<tile_columns>(t, block, rows, cta * Tile::cta_rows + warpgroup * Tile::group_rows,
+                finish_tile<tile_columns, few>(t, block, rows, cta * Tile::cta_rows + warpgroup * Tile::group_rows,
                                           n % column_tiles, sums, of_group / 32, lane, digest);
                 mbarrier::arrive(shared_address(&shared.signals.stored[warpgroup]));
             }
@@ -832,15 +837,20 @@ cudaError_t token_parallel_tail(const TokenParallelTail& tail, cudaStream_t stre
         error != cudaSuccess)
         return error;
     const auto go = [&](auto kernel, int shared) {
-        shared += 1024;
+        shared += 1024 + 2 * staged_units * 512;
         if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
             error != cudaSuccess)
             return error;
         return launch({.grid = plan.grid, .block = tile_threads, .cluster = 2, .shared_bytes = shared, .stream = stream},
                       kernel, p, map);
     };
-    return plan.tile_columns == 256 ? go(finish_own_tokens<256>, TileProduct<256>::shared_bytes)
-                                    : go(finish_own_tokens<128>, TileProduct<128>::shared_bytes);
+    const bool few = s.world <= 2 || !p.shared.data;
+    if (plan.tile_columns == 256) {
+        constexpr int shared = TileProduct<256>::shared_bytes;
+        return few ? go(finish_own_tokens<256, true>, shared) : go(finish_own_tokens<256, false>, shared);
+    }
+    constexpr int shared = TileProduct<128>::shared_bytes;
+    return few ? go(finish_own_tokens<128, true>, shared) : go(finish_own_tokens<128, false>, shared);
 }
 
 }  // namespace latent_moe::gpu
