@@ -2,11 +2,13 @@
 // are streams of this process and share its one GPU.
 //
 //     nvcc -O3 -std=c++20 -gencode=arch=compute_90a,code=sm_90a -cudart static --expt-relaxed-constexpr -Isrc -Iinclude
-//          src/gpu/kernels/{tile_projection,token_parallel_tail,pack_weights,elementwise,all_reduce,all_reduce_rms_norm}.cu tests/gpu/prefill_check.cu
-//          -o prefill_check -ldl                                                                            (one line)
-//     ./prefill_check [product] [check] [sizes] [long] [huge] [replay] [late] [faults] [time-product] [time] [time-ranks] [ranks=R,R,…]
+//          src/gpu/kernels/{tile_projection,token_parallel_tail,pack_weights,elementwise,all_reduce,all_reduce_rms_norm}.cu
+//          tests/gpu/prefill_check.cu -o prefill_check -ldl (one line)
+//     ./prefill_check [product] [check] [sizes] [long] [huge] [replay] [late] [faults] [time-product] [time] [time-ranks]
+//     [ranks=R,R,…]
 //
-// Exit status 0: everything that was asked for passed. cuBLASLt is compared with if libcublasLt.so.13 is in the library path.
+// Exit status 0: everything that was asked for passed. cuBLASLt is compared with if libcublasLt.so.13 is in the library
+// path.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -69,7 +71,8 @@ __host__ __device__ inline unsigned mixed(unsigned x) {
 __global__ void fill_random(__nv_bfloat16* to, std::size_t n, unsigned seed, float scale, float bias) {
     for (std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x; i < n;
          i += std::size_t{gridDim.x} * blockDim.x) {
-        const unsigned x = mixed(static_cast<unsigned>(i) * 2654435761u ^ static_cast<unsigned>(i >> 32) ^ seed * 0x9e3779b9u);
+        const unsigned x =
+            mixed(static_cast<unsigned>(i) * 2654435761u ^ static_cast<unsigned>(i >> 32) ^ seed * 0x9e3779b9u);
         float v = (static_cast<float>(x >> 8) * (1.F / 8388608.F) - 1.F) * scale + bias;
         if (x % 61 == 0) v = -0.F;
         to[i] = __float2bfloat16(v);
@@ -100,7 +103,7 @@ struct Buffer {
 
 constexpr int most_world = 16;
 struct Reference {
-    const __nv_bfloat16 *a;  ///< normalised latents, if given; else made from `routed`
+    const __nv_bfloat16* a;  ///< normalised latents, if given; else made from `routed`
     const __nv_bfloat16 *routed[most_world], *shared[most_world], *prefix, *w, *gamma;
     std::int64_t a_stride, hidden, latent, prefix_stride, out_stride, rows;
     int world, samples;
@@ -241,7 +244,8 @@ void check_product() {
         for (const int columns : {128, 256}) {
             for (const int form : {0, 1, 2}) {  // alone; with addend; with addend and prefix, one of them in place
                 c.poison();
-                if (form == 2) CUDA(cudaMemcpy(c.data, columns == 128 ? prefix.data : addend.data, c.bytes, cudaMemcpyDefault));
+                if (form == 2)
+                    CUDA(cudaMemcpy(c.data, columns == 128 ? prefix.data : addend.data, c.bytes, cudaMemcpyDefault));
                 const __nv_bfloat16* add = form == 2 && columns == 256 ? c.data : addend.data;
                 const __nv_bfloat16* pre = form == 2 && columns == 128 ? c.data : prefix.data;
                 CUDA(tile_projection({.a = {a.data},
@@ -366,7 +370,8 @@ struct Cublas {
         heuristic(handle, p.op, p.w, p.a, p.c, p.c, wish, 8, results, &count);
         for (int i = 0; i < count; ++i) {
             p.algorithm = results[i].algo;
-            p.us = time_layers(layers, s, [&](int l) { body(p, l); }, 3);
+            p.us = time_layers(
+                layers, s, [&](int l) { body(p, l); }, 3);
             if (found.us == 0 || p.us < found.us) found = p;
         }
         return found;
@@ -391,7 +396,8 @@ void time_product() {
     a.randomise(1), add.randomise(2), w.randomise(3, 0.03F);
     Buffer p(layers * 7168 * k);
     for (int l = 0; l < layers; ++l)
-        CUDA(pack_weights({.w = {w.data + l * 7168 * k}, .rows = 7168, .latent = k, .packed = p.data + l * 7168 * k}, nullptr));
+        CUDA(pack_weights({.w = {w.data + l * 7168 * k}, .rows = 7168, .latent = k, .packed = p.data + l * 7168 * k},
+                          nullptr));
     CUDA(cudaDeviceSynchronize());
     for (const std::int64_t n : {7168, 3584}) {
         for (const std::int64_t m : {64, 128, 256, 512, 1024, 2048, 4096, 8192}) {
@@ -470,7 +476,8 @@ struct Ranks {
             workspace.emplace_back(token_parallel_workspace_bytes(shape) / 2);
             routed.emplace_back(m * l), shared.emplace_back(m * h), out.emplace_back(m * h);
             board.emplace_back();
-            CUDA(cudaHostAlloc(reinterpret_cast<void**>(&board.back()), sizeof(FaultRecord), cudaHostAllocMapped | cudaHostAllocPortable));
+            CUDA(cudaHostAlloc(reinterpret_cast<void**>(&board.back()), sizeof(FaultRecord),
+                               cudaHostAllocMapped | cudaHostAllocPortable));
             routed[i].randomise(100 + i), shared[i].randomise(200 + i);
         }
         CUDA(cudaSetDevice(0));
@@ -486,7 +493,8 @@ struct Ranks {
             CUDA(cudaSetDevice(device(r)));
             std::memset(static_cast<void*>(board[r]), 0, sizeof(FaultRecord));
             CUDA(cudaMemset(window[r].data, 0, control_bytes));
-            CUDA(reset_token_parallel_tail(reinterpret_cast<char*>(window[r].data) + offset, workspace[r].data, shape, nullptr));
+            CUDA(reset_token_parallel_tail(reinterpret_cast<char*>(window[r].data) + offset, workspace[r].data, shape,
+                                           nullptr));
             CUDA(cudaDeviceSynchronize());
         }
         CUDA(cudaSetDevice(0));
@@ -514,23 +522,26 @@ struct Ranks {
         if (c.stop) to.data = out[rank].data;
         const auto mine = [&](const Buffer& b) { return ConstRows{b.data + first * hidden}; };
         CUDA(cudaSetDevice(device(rank)));
-        const cudaError_t error = token_parallel_tail({.exchange = exchange(rank),
-                                    .region_offset = offset,
-                                    .shape = shape,
-                                    .plan = plan_token_parallel_tail(shape, c.tokens, max_ctas ? max_ctas : ctas),
-                                    .workspace = workspace[rank].data,
-                                    .own = o,
-                                    .routed = {routed[rank].data},
-                                    .shared = c.shared == 1 ? ConstRows{shared[rank].data} : ConstRows{},
-                                    .addend = c.shared == 2 ? mine(shared[rank]) : ConstRows{},
-                                    .prefix = c.prefix_in_out ? mine(out[rank]) : c.prefix ? mine(prefix[rank]) : ConstRows{},
-                                    .out = to,
-                                    .packed = weights[rank].data,
-                                    .rms_norm = c.norm,
-                                    .gamma = gammas[rank].data,
-                                    .scale = scale,
-                                    .stop_before_gather = c.stop},
-                                   stream[rank]);
+        const cudaError_t error =
+            token_parallel_tail({.exchange = exchange(rank),
+                                 .region_offset = offset,
+                                 .shape = shape,
+                                 .plan = plan_token_parallel_tail(shape, c.tokens, max_ctas ? max_ctas : ctas),
+                                 .workspace = workspace[rank].data,
+                                 .own = o,
+                                 .routed = {routed[rank].data},
+                                 .shared = c.shared == 1 ? ConstRows{shared[rank].data} : ConstRows{},
+                                 .addend = c.shared == 2 ? mine(shared[rank]) : ConstRows{},
+                                 .prefix = c.prefix_in_out ? mine(out[rank])
+                                           : c.prefix      ? mine(prefix[rank])
+                                                           : ConstRows{},
+                                 .out = to,
+                                 .packed = weights[rank].data,
+                                 .rms_norm = c.norm,
+                                 .gamma = gammas[rank].data,
+                                 .scale = scale,
+                                 .stop_before_gather = c.stop},
+                                stream[rank]);
         CUDA(cudaSetDevice(0));
         return error;
     }
@@ -619,8 +630,11 @@ struct Ranks {
         }
         for (int r = 0; r < world; ++r) {
             CUDA(cudaSetDevice(device(r)));
-            if (c.prefix_in_out) CUDA(cudaMemcpy(out[r].data, prefix[0].data, static_cast<std::size_t>(c.tokens * hidden * 2), cudaMemcpyDefault));
-            else out[r].poison();
+            if (c.prefix_in_out)
+                CUDA(cudaMemcpy(out[r].data, prefix[0].data, static_cast<std::size_t>(c.tokens * hidden * 2),
+                                cudaMemcpyDefault));
+            else
+                out[r].poison();
         }
         sync_devices();
         for (int r = 0; r < world; ++r) CUDA(call(r, c));
@@ -630,7 +644,8 @@ struct Ranks {
         if (!found.empty()) return reset();
         verify(c, what, samples);
         if (c.in_place) {
-            for (int r = 0; r < world; ++r) CUDA(cudaMemcpy(shared[r].data, kept[r].data, shared[r].bytes, cudaMemcpyDefault));
+            for (int r = 0; r < world; ++r)
+                CUDA(cudaMemcpy(shared[r].data, kept[r].data, shared[r].bytes, cudaMemcpyDefault));
         }
         std::printf("%s: %s\n", what, failures ? "(failures so far)" : "right");
     }
@@ -703,7 +718,8 @@ void check_replays(int world) {
         }
     }
     expect(g.faults().empty(), "replays: %s", g.faults().c_str());
-    std::printf("replays R %d: %d replays of %zu calls compared bit by bit, %d failures so far\n", world, replays, cases.size(), failures);
+    std::printf("replays R %d: %d replays of %zu calls compared bit by bit, %d failures so far\n", world, replays,
+                cases.size(), failures);
 }
 
 void check_late(int world) {
@@ -760,7 +776,8 @@ void time_tail() {
     Buffer a(most * latent);
     CUDA(cudaDeviceSynchronize());
     const cudaStream_t s = g.stream[0];
-    std::printf("one rank, K3, us: our kernel with all CTAs and with the %d that 14 carriers leave; rms_norm + cuBLASLt\n", 118);
+    std::printf("one rank, K3, us: our kernel with all CTAs and with the %d that 14 carriers leave; rms_norm + cuBLASLt\n",
+                118);
     std::printf("%6s | %8s %8s | %8s | %8s\n", "rows", "132", "118", "norm+Lt", "Lt");
     for (const std::int64_t m : {256, 512, 1024, 2048, 4096, 8192}) {
         const auto ours = [&](int ctas) {
@@ -778,7 +795,8 @@ void time_tail() {
             const Cublas::Product q = lt.best(m, hidden, latent, layers, s, product);
             alone = time_layers(layers, s, [&](int l) { product(q, l); });
             both = time_layers(layers, s, [&](int l) {
-                CUDA(rms_norm({.x = {g.routed[0].data}, .gamma = g.gamma.data, .y = {a.data}, .tokens = m, .width = latent}, s));
+                CUDA(rms_norm({.x = {g.routed[0].data}, .gamma = g.gamma.data, .y = {a.data}, .tokens = m, .width = latent},
+                              s));
                 product(q, l);
             });
         }
@@ -843,9 +861,10 @@ void time_ranks(int world) {
         CUDA(cudaSetDevice(0));
         std::sort(all.begin(), all.end());
         const TokenParallelPlan plan = plan_token_parallel_tail(g.shape, m, g.ctas);
-        std::printf("%d ranks on %d GPUs, K3, M %5ld: %8.2f us a call (least %.2f; grid %d, carriers %d, tiles of %d, ahead %d)\n",
-                    world, std::min(devices, world), static_cast<long>(m), all[all.size() / 2], all[0], plan.grid, plan.carriers,
-                    plan.tile_columns, plan.ahead);
+        std::printf(
+            "%d ranks on %d GPUs, K3, M %5ld: %8.2f us a call (least %.2f; grid %d, carriers %d, tiles of %d, ahead %d)\n",
+            world, std::min(devices, world), static_cast<long>(m), all[all.size() / 2], all[0], plan.grid, plan.carriers,
+            plan.tile_columns, plan.ahead);
     }
     expect(g.faults().empty(), "%s", g.faults().c_str());
     g.run({.tokens = 8192}, "after timing");

@@ -157,7 +157,8 @@ LATENT_MOE_DEVICE void gather_columns_of_quad(float (&v)[8], int lane) {
 }
 
 /// One thread's units (8 columns of a row) of 64 columns g and of rows 8h … of its warp's 16: `units[e]` is row
-/// `row_of_unit(h, e)` at column `column_of_unit(g)` of the warpgroup's tile. Eight lanes have 128 bytes of a row. All lanes.
+/// `row_of_unit(h, e)` at column `column_of_unit(g)` of the warpgroup's tile. Eight lanes have 128 bytes of a row. All
+/// lanes.
 template <int n>
 LATENT_MOE_DEVICE void units_of(const float (&sums)[n], int g, int h, int lane, float (&units)[2][8]) {
 #pragma unroll

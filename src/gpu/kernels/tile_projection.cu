@@ -57,9 +57,8 @@ __global__ void __launch_bounds__(tile_threads, 1)
         if (threadIdx.x == Tile::threads) {
             dependency_wait();
             for (std::uint32_t t = pair; t < tiles; t += pairs) {
-                tile.load(at, t == pair, weights, t % column_tiles, cta, &map, [&] {
-                    return static_cast<int>(t / column_tiles * Tile::pair_rows) + cta * Tile::cta_rows;
-                });
+                tile.load(at, t == pair, weights, t % column_tiles, cta, &map,
+                          [&] { return static_cast<int>(t / column_tiles * Tile::pair_rows) + cta * Tile::cta_rows; });
             }
         }
     } else {
@@ -69,8 +68,8 @@ __global__ void __launch_bounds__(tile_threads, 1)
         typename Tile::Sums sums;
         for (std::uint32_t t = pair; t < tiles; t += pairs) {
             tile.multiply(at, weights.blocks, group, thread, sums);
-            const std::uint32_t row = t / column_tiles * Tile::pair_rows + cta * Tile::cta_rows +
-                                      group * Tile::group_rows + row_of_unit(0, 0, warp, lane);
+            const std::uint32_t row = t / column_tiles * Tile::pair_rows + cta * Tile::cta_rows + group * Tile::group_rows +
+                                      row_of_unit(0, 0, warp, lane);
             const std::uint32_t unit = (t % column_tiles * tile_columns + column_of_unit(0, lane)) / U::size;
             const auto valid = [&](int h, int g, int e) {
                 return row + 8 * h + e < p.tokens && unit + 8 * g < p.rows / U::size;

@@ -10,12 +10,13 @@
 //                                                                └── plain stores ──▶ output box of each rank ──▶ its out
 //
 // The first CTAs are carriers and only push. The others multiply, in pairs: warps 0 to 7 do nothing else; warp 8 feeds them
-// (tile_product.cuh); warp 9 waits ahead for what the epilogue reads and overwrites, and tells others what it stored, so that
-// neither wait is on the product's path; warp 10 normalises its share of every block's rows; warp 11 copies its share of the
-// other ranks' outputs. Of the first blocks, which everybody waits for, warps 10 and 11 of all these CTAs send and normalise.
+// (tile_product.cuh); warp 9 waits ahead for what the epilogue reads and overwrites, and tells others what it stored, so
+// that neither wait is on the product's path; warp 10 normalises its share of every block's rows; warp 11 copies its share
+// of the other ranks' outputs. Of the first blocks, which everybody waits for, warps 10 and 11 of all these CTAs send and
+// normalise.
 //
-// BLOCKS. Block k of an owner uses place k mod `depth` of every ring. A word in memory says for one sender, place and sharer of
-// the work how far it has come: {epoch + 1, k + 1}; so no word of another call satisfies a wait, and none is ever reset.
+// BLOCKS. Block k of an owner uses place k mod `depth` of every ring. A word in memory says for one sender, place and sharer
+// of the work how far it has come: {epoch + 1, k + 1}; so no word of another call satisfies a wait, and none is ever reset.
 //     arrived    at the owner: its latents, or shared rows, of one sender's CTA are there
 //     consumed   at the sender: the owner has finished the block; the place may be filled again
 //     finished   at every rank: 64 rows of a column tile of the output are there
@@ -24,14 +25,14 @@
 // (header.h), so whoever sends waits for it once.
 //
 // MEMORY ORDER. Stores of many threads → barrier → one thread's (or warp's) fence.acq_rel.sys → relaxed store of the word;
-// relaxed loads that see it, by a warp → fence.acq_rel.sys → barrier → loads past L1 (boxes change during the kernel). The ring
-// of normalised rows and its counters stay inside the GPU: fences at its scope, and proxy fences since it is read by tensor
-// copies. Counters count the rows, or parts of tiles, of all blocks of the call that used a place; they lie twice, by the
-// parity of the epoch, and a call clears the next call's.
+// relaxed loads that see it, by a warp → fence.acq_rel.sys → barrier → loads past L1 (boxes change during the kernel). The
+// ring of normalised rows and its counters stay inside the GPU: fences at its scope, and proxy fences since it is read by
+// tensor copies. Counters count the rows, or parts of tiles, of all blocks of the call that used a place; they lie twice, by
+// the parity of the epoch, and a call clears the next call's.
 //
-// PROGRESS. Nothing of block k waits for anything but blocks up to k, sent, multiplied and copied in this order everywhere; and
-// all CTAs are resident. After a fault nobody waits any more: carriers and helpers leave, products run through on whatever
-// is there and store nothing.
+// PROGRESS. Nothing of block k waits for anything but blocks up to k, sent, multiplied and copied in this order everywhere;
+// and all CTAs are resident. After a fault nobody waits any more: carriers and helpers leave, products run through on
+// whatever is there and store nothing.
 #define LATENT_MOE_NO_CALLS
 #include "gpu/kernels/token_parallel_tail.h"
 
@@ -54,7 +55,7 @@ constexpr int pushing_warps = 8, pushers = 32 * pushing_warps;  // of a carrier;
 constexpr int pushed_at_once = 8, copied_at_once = 4;
 constexpr int pushers_barrier = 1;
 constexpr int most_senders = 2 * max_grid;
-constexpr int staged_units = 32;  ///< a lane's, of one helper: 16 KB a warp
+constexpr int staged_units = 32;                             ///< a lane's, of one helper: 16 KB a warp
 constexpr std::int64_t most_stride = std::int64_t{1} << 23;  // bytes: a block's offsets fit 32 bits
 
 /// The warps of a CTA that multiplies, behind those.
@@ -118,9 +119,7 @@ struct Tail {
     LATENT_MOE_DEVICE std::uint32_t multipliers() const { return gridDim.x - p.carriers; }
     LATENT_MOE_DEVICE std::uint32_t multiplier() const { return blockIdx.x - p.carriers; }
 
-    LATENT_MOE_DEVICE std::uint32_t blocks(int owner) const {
-        return (p.count[owner] + p.block_rows - 1) / p.block_rows;
-    }
+    LATENT_MOE_DEVICE std::uint32_t blocks(int owner) const { return (p.count[owner] + p.block_rows - 1) / p.block_rows; }
     LATENT_MOE_DEVICE std::uint32_t most_blocks() const {
         std::uint32_t most = 0;
         for (int r = 0; r < world(); ++r) most = max(most, blocks(r));
@@ -146,8 +145,10 @@ struct Tail {
     LATENT_MOE_DEVICE std::uint64_t told(std::uint32_t block) const {
         return std::uint64_t{call.epoch + 1} << 32 | (block + 1);
     }
-    LATENT_MOE_DEVICE std::uint64_t* arrived(int at, Partial kind, std::uint32_t block, int source, std::uint32_t worker) const {
-        return words(at, p.region.arrived) + ((kind * p.depth + block % p.depth) * max_ranks + source) * most_senders + worker;
+    LATENT_MOE_DEVICE std::uint64_t* arrived(int at, Partial kind, std::uint32_t block, int source,
+                                             std::uint32_t worker) const {
+        return words(at, p.region.arrived) + ((kind * p.depth + block % p.depth) * max_ranks + source) * most_senders +
+               worker;
     }
     LATENT_MOE_DEVICE std::uint64_t* consumed(int at, std::uint32_t block, int owner) const {
         return words(at, p.region.consumed) + block % p.depth * max_ranks + owner;
@@ -156,8 +157,7 @@ struct Tail {
         return words(at, p.region.finished) + (block % p.depth * max_ranks + owner) * p.region.column_parts + part;
     }
     LATENT_MOE_DEVICE std::uint64_t* copied(int at, std::uint32_t block, int receiver, std::uint32_t worker) const {
-        return words(at, p.region.copied) +
-               (block % p.depth * max_ranks + receiver) * max_grid + worker;
+        return words(at, p.region.copied) + (block % p.depth * max_ranks + receiver) * max_grid + worker;
     }
     LATENT_MOE_DEVICE std::uint32_t* ready(std::uint32_t block) const { return counter(0, block % p.depth); }
     LATENT_MOE_DEVICE std::uint32_t* done(std::uint32_t block) const { return counter(1, block % p.depth); }
@@ -167,7 +167,8 @@ struct Tail {
 
     // ---- boxes
 
-    LATENT_MOE_DEVICE uint4* box(std::int64_t offset, std::uint32_t row_units, int at, int source, std::uint32_t block) const {
+    LATENT_MOE_DEVICE uint4* box(std::int64_t offset, std::uint32_t row_units, int at, int source,
+                                 std::uint32_t block) const {
         const std::int64_t index = std::int64_t{block % p.depth} * peers() + mailbox_index(source, at);
         return reinterpret_cast<uint4*>(region(at) + offset) + index * p.block_rows * row_units;
     }
@@ -213,8 +214,8 @@ struct Tail {
         Wait wait(p.exchange, call.epoch);
         const int lane = threadIdx.x % wave_size;
         if (lane < world() && lane != rank()) {
-            const auto* from = reinterpret_cast<const uint4*>(
-                &control(p.exchange).headers[call.slot()][mailbox_index(lane, rank())]);
+            const auto* from =
+                reinterpret_cast<const uint4*>(&control(p.exchange).headers[call.slot()][mailbox_index(lane, rank())]);
             while (load_whole16(from).x != call.epoch + 1 && !wait.over(lane, Phase::header)) {}
         }
         fence<Scope::system>();
@@ -333,7 +334,8 @@ struct Tail {
 
     /// Copies 64 rows of a column tile that `owner` finished; by a warp. False: it gave up.
     template <int tile_columns>
-    LATENT_MOE_DEVICE bool copy_part(int owner, std::uint32_t block, std::uint32_t part, int lane, std::uint32_t& digest) const {
+    LATENT_MOE_DEVICE bool copy_part(int owner, std::uint32_t block, std::uint32_t part, int lane,
+                                     std::uint32_t& digest) const {
         const std::uint32_t before = part % parts * 64, there = rows(owner, block);
         const std::uint32_t column = part / parts * (tile_columns / U::size);
         if (before >= there) return true;
@@ -429,7 +431,8 @@ LATENT_MOE_DEVICE void prefetch_addends(const Tail& t, std::uint32_t block, std:
     const UnitRows& from = p.addend.data ? p.addend : p.shared;
     if (!from.data) return;
     const std::uint32_t first = p.addend.data ? block * p.block_rows : t.first_row(t.rank(), block);
-    const std::uint32_t unit = column_tile * (tile_columns / U::size), width = min(tile_columns / U::size, p.hidden_units - unit);
+    const std::uint32_t unit = column_tile * (tile_columns / U::size),
+                        width = min(tile_columns / U::size, p.hidden_units - unit);
     const std::uint32_t end = min(128u * (cta + 1), t.rows(t.rank(), block));
     for (std::uint32_t row = 128 * cta + lane; row < end; row += wave_size) {
         bulk_prefetch(from.at(first + row, unit), static_cast<int>(width * 16));
@@ -466,8 +469,7 @@ LATENT_MOE_DEVICE void keep_in_touch(const Tail& t, int cta, std::uint32_t pair,
             fence<Scope::system>();
             if (peer && t.p.gather && !quiet) store_relaxed(t.finished(lane, block, t.rank(), part), t.told(block));
             bool last = false;
-            if (lane == t.rank())
-                last = atomicAdd(t.done(block), 1U) + 1 == (block / t.p.depth + 1) * column_tiles * parts;
+            if (lane == t.rank()) last = atomicAdd(t.done(block), 1U) + 1 == (block / t.p.depth + 1) * column_tiles * parts;
             if (__any_sync(0xffffffff, last)) {
                 fence<Scope::system>();
                 if (peer && !quiet) store_relaxed(t.consumed(lane, block, t.rank()), t.told(block));
@@ -498,7 +500,8 @@ LATENT_MOE_DEVICE bool send_first_latents(const Tail& t, int helper, int lane) {
 
 /// Of blocks [from, to), the rows of this worker.
 LATENT_MOE_DEVICE bool normalise_blocks(const Tail& t, std::uint32_t from, std::uint32_t to, std::uint32_t worker,
-                                        std::uint32_t workers, std::uint32_t parts_of_block, int lane, std::uint32_t staging) {
+                                        std::uint32_t workers, std::uint32_t parts_of_block, int lane,
+                                        std::uint32_t staging) {
     for (std::uint32_t block = from; block < to; ++block) {
         bool there = t.peers() == 0 || t.wait_for_partials(latents, block);
         if (there && block >= t.p.depth && lane == 0)
@@ -567,8 +570,8 @@ struct BlockRows {
     }
 };
 
-/// A warpgroup's part of a tile, from `first_row` of the block on, of which `rows` count. `few`: two summands at most; the other
-/// form spills registers, where the wire is what takes the time.
+/// A warpgroup's part of a tile, from `first_row` of the block on, of which `rows` count. `few`: two summands at most; the
+/// other form spills registers, where the wire is what takes the time.
 template <int tile_columns, bool few, class Sums>
 LATENT_MOE_DEVICE void finish_tile(const Tail& t, std::uint32_t block, std::uint32_t rows, std::uint32_t first_row,
                                    std::uint32_t column_tile, const Sums& sums, int warp, int lane, std::uint32_t& digest) {
@@ -651,9 +654,10 @@ __global__ void __launch_bounds__(tile_threads, 1)
         shared.gave_up = false;
         // Both CTAs of a pair leave, or none: each uses the other's shared memory.
         for (int c = 0; c < 2; ++c) {
-            asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(cluster::address_at(shared_address(&shared.leave[cta]), c)),
-                         "r"(static_cast<std::uint32_t>(call.leave))
-                         : "memory");
+            asm volatile(
+                "st.shared::cluster.u32 [%0], %1;" ::"r"(cluster::address_at(shared_address(&shared.leave[cta]), c)),
+                "r"(static_cast<std::uint32_t>(call.leave))
+                : "memory");
         }
         prefetch_tensor_map(&map);
     }
@@ -717,7 +721,7 @@ __global__ void __launch_bounds__(tile_threads, 1)
                 const std::uint32_t block = n / column_tiles;
                 const std::uint32_t rows = static_cast<volatile bool&>(shared.gave_up) ? 0 : t.rows(t.rank(), block);
                 finish_tile<tile_columns, few>(t, block, rows, cta * Tile::cta_rows + warpgroup * Tile::group_rows,
-                                          n % column_tiles, sums, of_group / 32, lane, digest);
+                                               n % column_tiles, sums, of_group / 32, lane, digest);
                 mbarrier::arrive(shared_address(&shared.signals.stored[warpgroup]));
             }
             sync_wave();
@@ -816,15 +820,17 @@ cudaError_t token_parallel_tail(const TokenParallelTail& tail, cudaStream_t stre
     if (!valid(x) || s.world != x.window.world || s.depth < 2 || s.block_rows < 1 || s.block_rows > ring_rows ||
         s.hidden % 8 != 0 || s.latent % 8 != 0 || s.hidden <= 0 || s.latent <= 0 || tail.region_offset % 128 != 0 ||
         !tail.workspace || !tail.packed || (tail.rms_norm && !tail.gamma) || (tail.shared.data && tail.addend.data) ||
-        plan.grid % 2 != 0 || plan.grid > max_grid || plan.carriers % 2 != 0 ||
-        (s.world > 1 && plan.carriers < 2) || plan.ahead < 0 || plan.ahead > s.depth || plan.grid - plan.carriers < 2 ||
-        std::max({p.shared.stride, p.addend.stride, p.prefix.stride, p.out.stride}) > most_stride || !aligned(p.routed) || !aligned(p.shared) || !aligned(p.addend) || !aligned(p.prefix) || !aligned(p.out)) {
+        plan.grid % 2 != 0 || plan.grid > max_grid || plan.carriers % 2 != 0 || (s.world > 1 && plan.carriers < 2) ||
+        plan.ahead < 0 || plan.ahead > s.depth || plan.grid - plan.carriers < 2 ||
+        std::max({p.shared.stride, p.addend.stride, p.prefix.stride, p.out.stride}) > most_stride || !aligned(p.routed) ||
+        !aligned(p.shared) || !aligned(p.addend) || !aligned(p.prefix) || !aligned(p.out)) {
         return cudaErrorInvalidValue;
     }
     p.patient.timeout_ns *= 2;
     std::int64_t tokens = 0;
     for (int r = 0; r < s.world; ++r) {
-        p.first[r] = static_cast<std::uint32_t>(tail.own.first[r]), p.count[r] = static_cast<std::uint32_t>(tail.own.count[r]);
+        p.first[r] = static_cast<std::uint32_t>(tail.own.first[r]),
+        p.count[r] = static_cast<std::uint32_t>(tail.own.count[r]);
         tokens += tail.own.count[r];
     }
     if (tokens > 0 && (!p.routed.data || !p.out.data)) return cudaErrorInvalidValue;
@@ -832,8 +838,7 @@ cudaError_t token_parallel_tail(const TokenParallelTail& tail, cudaStream_t stre
     const std::int64_t ring_bytes = std::int64_t{s.depth} * ring_rows * s.latent * 2;
     p.counters = reinterpret_cast<std::uint32_t*>(p.ring + ring_bytes);
     CUtensorMap map;
-    if (const cudaError_t error =
-            describe_rows(map, p.ring, std::int64_t{s.depth} * ring_rows, s.latent, s.latent * 2, 128);
+    if (const cudaError_t error = describe_rows(map, p.ring, std::int64_t{s.depth} * ring_rows, s.latent, s.latent * 2, 128);
         error != cudaSuccess)
         return error;
     const auto go = [&](auto kernel, int shared) {

@@ -23,8 +23,8 @@ struct TokenParallelShape {
     int depth;       ///< blocks of an owner that may be on their way
 };
 
-/// The largest blocks, and then as many of them, as fit in `budget` bytes of window and workspace. `depth` is 0 where not even
-/// two blocks of 8 rows do.
+/// The largest blocks, and then as many of them, as fit in `budget` bytes of window and workspace. `depth` is 0 where not
+/// even two blocks of 8 rows do.
 TokenParallelShape shape_token_parallel_tail(std::int64_t hidden, std::int64_t latent, int world,
                                              std::int64_t budget = std::int64_t{88} << 20);
 std::int64_t token_parallel_region_bytes(const TokenParallelShape& shape);
@@ -48,12 +48,12 @@ struct TokenParallelTail {
     TokenParallelShape shape;
     TokenParallelPlan plan;
     void* workspace = nullptr;
-    OwnRows own;        ///< covers all tokens
-    ConstRows routed;   ///< partials of all tokens
-    ConstRows shared;   ///< partials of all tokens; or null
-    ConstRows addend;   ///< instead of `shared`: reduced rows, of this rank's tokens only; or null
-    ConstRows prefix;   ///< of this rank's tokens only; or null
-    Rows out;           ///< of all tokens, or with `stop_before_gather` of this rank's only
+    OwnRows own;                   ///< covers all tokens
+    ConstRows routed;              ///< partials of all tokens
+    ConstRows shared;              ///< partials of all tokens; or null
+    ConstRows addend;              ///< instead of `shared`: reduced rows, of this rank's tokens only; or null
+    ConstRows prefix;              ///< of this rank's tokens only; or null
+    Rows out;                      ///< of all tokens, or with `stop_before_gather` of this rank's only
     const void* packed = nullptr;  ///< the whole W_up (packed_layout.h)
     bool rms_norm = true;
     const void* gamma = nullptr;

@@ -159,8 +159,8 @@ LATENT_MOE_DEVICE void bulk_copy(std::uint32_t to, const void* from, int bytes, 
 /// The same to the same place in several CTAs of the cluster (bit c of `ctas`: CTA c), each of whose barriers counts it.
 LATENT_MOE_DEVICE void bulk_copy_to(std::uint16_t ctas, std::uint32_t to, const void* from, int bytes, std::uint32_t bar) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
-            to),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::
+            "r"(to),
         "l"(from), "r"(bytes), "r"(bar), "h"(ctas)
         : "memory");
 }
