@@ -85,6 +85,11 @@ LATENT_MOE_DEVICE void copies_wait() {
 LATENT_MOE_DEVICE void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+/// For global memory that ordinary stores filled and the copy engine reads: by the writer before its release, by the reader
+/// after its acquire.
+LATENT_MOE_DEVICE void fence_proxy_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 
 /// As `fence_proxy_async`, for memory of any kind: between an acquire of what other CTAs wrote and bulk copies of it.
 LATENT_MOE_DEVICE void fence_proxy_async_all() {
@@ -127,6 +132,16 @@ LATENT_MOE_DEVICE void wait(std::uint32_t bar, int parity) {
         if (tries > 20'000'000) __trap();
     }
 }
+/// Where what is waited for waits for a peer itself, as long as that may take, and then comes whatever happened.
+LATENT_MOE_DEVICE void wait_patiently(std::uint32_t bar, int parity) {
+    std::uint32_t done;
+    do {
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done)
+                     : "r"(bar), "r"(parity)
+                     : "memory");
+    } while (!done);
+}
 }  // namespace mbarrier
 
 /// L2 policy of weights: read once a step, never again before they are evicted anyway.
@@ -141,8 +156,25 @@ LATENT_MOE_DEVICE void bulk_copy(std::uint32_t to, const void* from, int bytes, 
         "l"(from), "r"(bytes), "r"(bar), "l"(policy)
         : "memory");
 }
+/// The same to the same place in several CTAs of the cluster (bit c of `ctas`: CTA c), each of whose barriers counts it.
+LATENT_MOE_DEVICE void bulk_copy_to(std::uint16_t ctas, std::uint32_t to, const void* from, int bytes, std::uint32_t bar) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::
+            "r"(to),
+        "l"(from), "r"(bytes), "r"(bar), "h"(ctas)
+        : "memory");
+}
 LATENT_MOE_DEVICE void bulk_prefetch(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+/// The 128 bytes around an address, by the thread itself: a small bulk prefetch keeps the copy engine as long as a large
+/// one.
+LATENT_MOE_DEVICE void prefetch_l2(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+LATENT_MOE_DEVICE void prefetch_l1(const void* from) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(from) : "memory");
 }
 
 /// A box of a 2-d tensor (tensor_map.h) at `column`, `row`, to this CTA's shared memory; the barrier counts the whole box,
@@ -168,6 +200,11 @@ LATENT_MOE_DEVICE std::uint32_t address_at(std::uint32_t own, int cta) {
     std::uint32_t a;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(own), "r"(cta));
     return a;
+}
+/// Arrives at the mbarrier at the same address in another CTA. Unqualified: a release at cluster scope in a product's main
+/// loop costs a quarter of its speed, and what is handed over here is memory that `wgmma_wait` says has been read.
+LATENT_MOE_DEVICE void arrive_at(std::uint32_t bar, int cta) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_at(bar, cta)) : "memory");
 }
 /// Orders nothing by itself: for barriers whose inits `publish_init` made visible.
 LATENT_MOE_DEVICE void arrive_relaxed() {

@@ -10,7 +10,11 @@ namespace latent_moe::gpu {
 
 #define LATENT_MOE_DEVICE __device__ __forceinline__
 #define LATENT_MOE_DEVICE_ANY __device__ inline
+#ifdef LATENT_MOE_NO_CALLS  // defined by a source whose kernels move registers between warps: ptxas has no calls there
+#define LATENT_MOE_DEVICE_CALL __device__ __forceinline__
+#else
 #define LATENT_MOE_DEVICE_CALL __device__ __noinline__ inline
+#endif
 
 // ---- who am I
 
