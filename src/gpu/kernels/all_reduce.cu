@@ -11,7 +11,7 @@ namespace {
 
 using reduction::Params;
 
-constexpr int threads = 256;
+constexpr int threads = cta_threads(256);
 
 template <Dtype dtype, int batch>
 __global__ void __launch_bounds__(threads) one_stage(const __grid_constant__ Params p) {

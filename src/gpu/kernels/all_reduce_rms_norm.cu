@@ -32,7 +32,7 @@ struct Params {
 template <Dtype dtype, int batch, int per_thread>
 __global__ void __launch_bounds__(norm_threads) reduce_and_normalise(const __grid_constant__ Params p) {
     using U = Unit<dtype>;
-    __shared__ float parts[2][norm_threads / norm_group];
+    LATENT_MOE_SHARED(SumParts[2], parts);
     const Exchange& x = p.exchange;
 
     // γ is a weight: nobody writes it while the context lives, so it may be read before the predecessor has ended.

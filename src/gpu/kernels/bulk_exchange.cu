@@ -22,8 +22,8 @@ namespace latent_moe::gpu {
 namespace {
 
 // Enough loads in flight that neither the latency of memory nor that of a fence is seen: 32 KB of each group.
-constexpr int pushers = 256, pushed_at_once = 8;
-constexpr int receivers = 512, received_at_once = 4;
+constexpr int pushers = cta_threads(256), pushed_at_once = 8;
+constexpr int receivers = cta_threads(512), received_at_once = 4;
 constexpr int threads = pushers + receivers + 32;
 constexpr std::uint32_t chunk_units = 2 * pushers * pushed_at_once;  ///< 64 KB
 
@@ -63,7 +63,7 @@ struct BulkCta {
     using U = Unit<dtype>;
     /// What the CTA's groups tell each other.
     struct Shared {
-        volatile std::uint32_t pushed;  ///< chunks of x that were read: an all-reduce in place may overwrite them
+        SharedWord pushed;     ///< chunks of x that were read: an all-reduce in place may overwrite them
         bool gave_up[2];                ///< by the parity of the chunk, so that no receiver leaves before all know
     };
 
@@ -146,7 +146,7 @@ struct BulkCta {
         const std::uint32_t chunks = chunks_to_push();
         for (std::uint32_t k = 0; k < chunks; ++k) {
             sync_threads_of(all_pushed, pushers + 32);
-            if (lane == rank) shared.pushed = k + 1;
+            if (lane == rank) shared.pushed.set(k + 1);
             if (lane < world && lane != rank) {
                 fence<Scope::system>();
                 store_relaxed(counter(rank, lane), told(k + 1));
@@ -158,8 +158,7 @@ struct BulkCta {
     /// True once chunk k of every peer's message came; false if it never will.
     LATENT_MOE_DEVICE bool wait_for(std::uint32_t k, int thread, Wait& wait) const {
         if (kind == Kind::all_reduce && thread == rank) {
-            while (shared.pushed <= k) {  // by this CTA's pushers, who wait for nobody
-            }
+            while (shared.pushed.get() <= k) let_others_run();  // this CTA's pushers, who wait for nobody
         }
         if (thread < world && thread != rank && k < message(thread, rank).chunks()) {
             const std::uint64_t* from = counter(thread, rank);
@@ -292,13 +291,13 @@ struct BulkCta {
 template <Dtype dtype, Kind kind>
 __global__ void __launch_bounds__(threads) exchange_bulk(const __grid_constant__ Params p) {
     using Cta = BulkCta<dtype, kind>;
-    __shared__ typename Cta::Shared shared;
+    LATENT_MOE_SHARED(typename Cta::Shared, shared);
     const Exchange& x = p.exchange;
     const Call call = enter_call(x);
     if (call.leave) return;
     if (blockIdx.x == 0) return keep_protocol(x, call, p.tokens);
     const int thread = threadIdx.x;
-    if (thread == 0) shared.pushed = 0, shared.gave_up[0] = shared.gave_up[1] = false;
+    if (thread == 0) shared.pushed.set(0), shared.gave_up[0] = shared.gave_up[1] = false;
     prepare_thread_barriers();
     sync_cta();
     leave_call(x, call, thread, threads);

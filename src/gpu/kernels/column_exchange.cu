@@ -42,7 +42,7 @@ struct ReduceParams {
 template <Dtype dtype, int batch, int per_thread, int teams>
 __global__ void __launch_bounds__(norm_threads* teams) reduce_rows(const __grid_constant__ ReduceParams p) {
     using U = Unit<dtype>;
-    __shared__ float parts[2][teams][norm_threads / norm_group];
+    LATENT_MOE_SHARED(SumParts[2][teams], parts);
     const Exchange& x = p.exchange;
     const std::uint32_t team_threads = blockDim.x / teams, team = teams == 1 ? 0 : threadIdx.x / team_threads;
     const std::uint32_t thread = threadIdx.x - team * team_threads;
@@ -140,7 +140,7 @@ struct GatherParams {
     bool release;
 };
 
-constexpr int gather_threads = 1024;
+constexpr int gather_threads = cta_threads(1024);
 constexpr int gathered_at_once = 4;  ///< peers polled together
 
 template <Dtype dtype>

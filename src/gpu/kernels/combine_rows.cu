@@ -11,7 +11,7 @@
 namespace latent_moe::gpu {
 namespace {
 
-constexpr int threads = 128;
+constexpr int threads = cta_threads(128);
 
 struct Params {
     UnitRows x;
@@ -37,10 +37,10 @@ __global__ void __launch_bounds__(threads) combine(const Params p) {
         const std::int64_t at = token * p.slots + slot;
         const std::int32_t row = p.map[at];
         if (row < 0) continue;
-        float weight = __uint_as_float(0x7fc00000);  // of a row that is not there
+        float weight = as_float(0x7fc00000);  // of a row that is not there
         uint4 unit_of_row = make_uint4(0, 0, 0, 0);
         if (row < p.count) {
-            weight = p.bf16_weights ? __uint_as_float(std::uint32_t{static_cast<const std::uint16_t*>(p.weights)[at]} << 16)
+            weight = p.bf16_weights ? as_float(std::uint32_t{static_cast<const std::uint16_t*>(p.weights)[at]} << 16)
                                     : static_cast<const float*>(p.weights)[at];
             unit_of_row = *p.x.at(static_cast<std::uint32_t>(row), column);
         }

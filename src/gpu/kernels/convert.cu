@@ -3,13 +3,14 @@
 #include <algorithm>
 #include <cstring>
 
+#include "gpu/primitives/launch.h"
 #include "gpu/primitives/numeric.h"
 #include "gpu/primitives/scalar.h"
 
 namespace latent_moe::gpu {
 namespace {
 
-constexpr int threads = 256;
+constexpr int threads = cta_threads(256);
 constexpr std::int64_t most_ctas = 4096;
 
 __device__ float element(const void* data, Dtype dtype, std::int64_t i) {
@@ -23,7 +24,7 @@ __device__ float element(const void* data, Dtype dtype, std::int64_t i) {
     const std::uint8_t bits = static_cast<const std::uint8_t*>(data)[i];
     const auto half_bits = static_cast<unsigned short>((bits & 0x7f) << 7);
     float value = __half2float(__ushort_as_half(half_bits)) * 256.0F;
-    if ((bits & 0x7f) == 0x7f) value = __uint_as_float(0x7fc00000);
+    if ((bits & 0x7f) == 0x7f) value = as_float(0x7fc00000);
     return (bits & 0x80) != 0 ? -value : value;
 }
 
@@ -63,15 +64,14 @@ cudaError_t widen_rows(ConstRows x, Dtype from, void* y, Dtype to, std::int64_t 
                        cudaStream_t stream) {
     if (rows < 0 || width <= 0 || x.data == nullptr || y == nullptr || to == Dtype::e4m3) return cudaErrorInvalidValue;
     if (rows == 0) return cudaSuccess;
-    widen<<<ctas_for(rows * width), threads, 0, stream>>>(x.data, from, x.stride == 0 ? width : x.stride, y, to, rows,
-                                                          width);
-    return cudaGetLastError();
+    const std::int64_t stride = x.stride == 0 ? width : x.stride;
+    return launch({.grid = ctas_for(rows * width), .block = threads, .stream = stream}, widen, x.data, from, stride, y, to,
+                  rows, width);
 }
 
 cudaError_t fill_noise(void* y, Dtype dtype, std::int64_t count, cudaStream_t stream) {
     if (count <= 0) return cudaErrorInvalidValue;
-    noise<<<ctas_for(count), threads, 0, stream>>>(y, dtype, count);
-    return cudaGetLastError();
+    return launch({.grid = ctas_for(count), .block = threads, .stream = stream}, noise, y, dtype, count);
 }
 
 cudaError_t has_code_for_device() {

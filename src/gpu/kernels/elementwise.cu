@@ -13,6 +13,7 @@ namespace latent_moe::gpu {
 namespace {
 
 constexpr int most_ctas = 1024;
+constexpr int unit_threads = cta_threads(256);
 
 struct NormParams {
     UnitRows x, y;
@@ -26,7 +27,7 @@ struct NormParams {
 
 template <Dtype dtype, int per_thread>
 __global__ void __launch_bounds__(norm_threads) normalise(const __grid_constant__ NormParams p) {
-    __shared__ float parts[2][norm_threads / norm_group];
+    LATENT_MOE_SHARED(SumParts[2], parts);
     dependency_wait();
     if (p.release) release_dependents();
     int turn = 0;
@@ -56,7 +57,7 @@ struct AddParams {
 };
 
 template <Dtype dtype>
-__global__ void __launch_bounds__(256) add_units(const __grid_constant__ AddParams p) {
+__global__ void __launch_bounds__(unit_threads) add_units(const __grid_constant__ AddParams p) {
     dependency_wait();
     if (p.release) release_dependents();
     const std::uint64_t step = std::uint64_t{gridDim.x} * blockDim.x;
@@ -84,15 +85,15 @@ cudaError_t launch_add(const Add& op, cudaStream_t stream) {
         return cudaErrorInvalidValue;
     }
     if (op.tokens == 0) return cudaSuccess;
-    const Launch how{.grid = static_cast<int>(std::min<std::uint64_t>((p.units + 255) / 256, most_ctas)),
-                     .block = 256,
+    const Launch how{.grid = static_cast<int>(std::min<std::uint64_t>((p.units + unit_threads - 1) / unit_threads, most_ctas)),
+                     .block = unit_threads,
                      .dependent = op.dependent_launch,
                      .stream = stream};
     return for_dtype(op.dtype, [&]<Dtype dtype>() { return launch(how, add_units<dtype>, p); });
 }
 
 template <Dtype dtype>
-__global__ void __launch_bounds__(256) reset(Control* control, uint4* mailboxes, std::int64_t units) {
+__global__ void __launch_bounds__(unit_threads) reset(Control* control, uint4* mailboxes, std::int64_t units) {
     const std::int64_t first = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x,
                        step = std::int64_t{gridDim.x} * blockDim.x;
     for (std::int64_t i = first; i < control_bytes / 16; i += step)
@@ -151,7 +152,7 @@ cudaError_t reset_window(void* base, std::int64_t slot_bytes, Dtype dtype, cudaS
     auto* mailboxes = reinterpret_cast<uint4*>(static_cast<char*>(base) + control_bytes);
     const std::int64_t units = slots * slot_bytes / 16;
     return for_dtype(dtype, [&]<Dtype type>() {
-        return launch({.grid = 264, .block = 256, .stream = stream}, reset<type>, control, mailboxes, units);
+        return launch({.grid = 264, .block = unit_threads, .stream = stream}, reset<type>, control, mailboxes, units);
     });
 }
 

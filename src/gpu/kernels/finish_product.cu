@@ -2,13 +2,14 @@
 
 #include <algorithm>
 
+#include "gpu/primitives/launch.h"
 #include "gpu/primitives/numeric.h"
 #include "gpu/primitives/scalar.h"
 
 namespace latent_moe::gpu {
 namespace {
 
-constexpr int threads = 256;
+constexpr int threads = cta_threads(256);
 constexpr std::int64_t most_ctas = 2048;
 
 template <class T>
@@ -56,14 +57,14 @@ cudaError_t finish_product(const FinishProduct& given, cudaStream_t stream) {
     for (std::int64_t* stride : {&op.addend.stride, &op.prefix.stride, &op.out.stride}) {
         if (*stride == 0) *stride = op.width;
     }
-    const int grid = static_cast<int>(std::min((op.tokens * op.width + threads - 1) / threads, most_ctas));
+    const std::int64_t wanted = (op.tokens * op.width + threads - 1) / threads;
+    const Launch how{.grid = static_cast<int>(std::min(wanted, most_ctas)), .block = threads, .stream = stream};
     switch (op.dtype) {
-        case Dtype::bf16: finish<__nv_bfloat16><<<grid, threads, 0, stream>>>(op); break;
-        case Dtype::f16: finish<__half><<<grid, threads, 0, stream>>>(op); break;
-        case Dtype::f32: finish<float><<<grid, threads, 0, stream>>>(op); break;
+        case Dtype::bf16: return launch(how, finish<__nv_bfloat16>, op);
+        case Dtype::f16: return launch(how, finish<__half>, op);
+        case Dtype::f32: return launch(how, finish<float>, op);
         default: return cudaErrorInvalidValue;
     }
-    return cudaGetLastError();
 }
 
 }  // namespace latent_moe::gpu

@@ -61,10 +61,8 @@ cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, in
 /// Whether this plan can run this shape here, its whole grid resident.
 cudaError_t fused_tail_fits(const FusedTailShape& shape, const FusedTailPlan& plan);
 
-#ifdef LATENT_MOE_HIP
-/// Where its kernel runs: it needs MFMA and waves of 64.
+/// Where the kernel without clusters (fused_tail_mfma.cuh) runs: it needs MFMA and waves of 64.
 inline constexpr std::array<const char*, 3> fused_tail_architectures = {"gfx90a", "gfx942", "gfx950"};
-#endif
 
 std::int64_t fused_tail_region_bytes(const FusedTailShape& shape);
 /// Of this rank's own memory, for the call under way: the sum of many tokens' latents.

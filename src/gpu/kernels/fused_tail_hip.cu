@@ -11,14 +11,15 @@ namespace {
 
 using fused_mfma::Params;
 
-constexpr int waves = 8;
+constexpr int waves = cta_threads(8 * static_cast<int>(wave_size)) / static_cast<int>(wave_size);
 constexpr int threads = waves * static_cast<int>(wave_size);
 constexpr int most_tokens = 64;  ///< of one kernel
 constexpr int tile_columns = 16;
 
 template <int tokens, int batch>
 __global__ void __launch_bounds__(threads) fused(const Params p) {
-    __shared__ typename fused_mfma::Cta<tokens, waves, batch>::Shared shared;
+    using Cta = fused_mfma::Cta<tokens, waves, batch>;
+    LATENT_MOE_SHARED(typename Cta::Shared, shared);
     fused_mfma::tail<tokens, waves, batch>(p, shared);
 }
 

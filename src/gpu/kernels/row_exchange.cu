@@ -16,7 +16,7 @@
 namespace latent_moe::gpu {
 namespace {
 
-constexpr int threads = 256;
+constexpr int threads = cta_threads(256);
 
 struct Params {
     Exchange exchange;

@@ -11,13 +11,13 @@
 namespace latent_moe::gpu {
 namespace {
 
-constexpr int waves = 8;
+constexpr int waves = cta_threads(8 * static_cast<int>(wave_size)) / static_cast<int>(wave_size);
 constexpr int blocks_at_once = 4;  ///< of weights in flight a wave: 64 KB a CU
 
 template <Dtype dtype, int tokens>
 __global__ void __launch_bounds__(waves* static_cast<int>(wave_size)) project(const Projection p) {
     using Tile = MfmaTile<dtype, tokens, waves>;
-    __shared__ typename Tile::Parts parts;
+    LATENT_MOE_SHARED(typename Tile::Parts, parts);
     const int blocks = static_cast<int>(p.layout.blocks());
     const int units = static_cast<int>(p.layout.latent / 8);
     const auto token_unit = [&](int token, int unit) {

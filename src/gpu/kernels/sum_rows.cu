@@ -9,7 +9,7 @@
 namespace latent_moe::gpu {
 namespace {
 
-constexpr int threads = 256;
+constexpr int threads = cta_threads(256);
 constexpr std::uint64_t most_ctas = 1024;
 
 struct Params {

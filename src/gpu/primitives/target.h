@@ -15,6 +15,9 @@
 //     blockIdx.x, gridDim.x, threadIdx.x, blockDim.x    which CTA of how many, which thread of how many; grids have one
 //     dimension
 //     wave_size                 unsigned; threads of a CTA are dealt to waves in order
+//     cta_threads(wanted)       how many threads a CTA has where the kernel is free to choose; a target may have fewer
+//     LATENT_MOE_SHARED(type, name)    in a kernel, once: memory of the CTA, not initialised; of a type without constructors
+//     SharedWord                a word there that some set() while others wait for what they get()
 //     load_relaxed, store_relaxed    u32, u64, uint2, uint4; template argument: Scope, `system` unless given
 //     load_acquire, store_release    u32
 //     load_whole16, store_whole16    uint4, system scope, relaxed, never torn

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "gpu/runtime/device_api.h"
 
@@ -19,6 +20,17 @@ namespace latent_moe::gpu {
 // ---- who am I
 
 inline constexpr unsigned wave_size = 64;
+constexpr int cta_threads(int wanted) {
+    return wanted;
+}
+
+/// In shared memory accesses are performed in order: what the compiler leaves in place needs no fence.
+struct SharedWord {
+    volatile std::uint32_t value;
+    LATENT_MOE_DEVICE std::uint32_t get() const { return value; }
+    LATENT_MOE_DEVICE void set(std::uint32_t v) { value = v; }
+};
+#define LATENT_MOE_SHARED(type, name) __shared__ std::type_identity_t<type> name
 
 // ---- memory
 

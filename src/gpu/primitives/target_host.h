@@ -5,9 +5,12 @@
 // functions compute and synchronise right. Which orders they *need* is for the model checker, which has a target of its own.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "host_numbers.h"
 
@@ -28,6 +31,10 @@ struct Index {
 };
 inline thread_local Index blockIdx{0}, gridDim{1}, threadIdx{0}, blockDim{1};
 inline constexpr unsigned wave_size = LATENT_MOE_WAVE_SIZE;
+/// Two waves: a thread here is a thread of this machine.
+constexpr int cta_threads(int wanted) {
+    return std::min(wanted, 2 * static_cast<int>(wave_size));
+}
 
 /// What a thread asks of those that it runs with.
 class Neighbours {
@@ -36,10 +43,12 @@ public:
     virtual void sync_cta() = 0;
     virtual void sync_wave() = 0;
     virtual std::uint32_t sum_over_wave(std::uint32_t value) = 0;
-    /// Every lane's value, for all of the wave to read until they `sync_wave`.
+    /// Every lane's value, for all of the wave to read until they share again.
     virtual const uint4* share_in_wave(uint4 value) = 0;
+    virtual void prepare_thread_barriers() = 0;
+    virtual void sync_threads_of(int barrier, int threads) = 0;
     virtual void dependency_wait() = 0;
-    virtual std::uint32_t* shared_memory() = 0;  ///< of the CTA
+    virtual std::byte* shared_memory() = 0;  ///< of the CTA: `host::shared_bytes`
     virtual void let_others_run() = 0;
     virtual std::uint64_t clock_ns() = 0;
 };
@@ -58,12 +67,16 @@ inline const uint4* share_in_wave(uint4 value) {
     return neighbours->share_in_wave(value);
 }
 inline std::uint32_t shuffle_xor(std::uint32_t value, unsigned mask) {
-    const std::uint32_t other = share_in_wave({value, 0, 0, 0})[threadIdx.x % wave_size ^ mask].x;
-    sync_wave();
-    return other;
+    return share_in_wave({value, 0, 0, 0})[threadIdx.x % wave_size ^ mask].x;
 }
 inline float shuffle_xor(float value, unsigned mask) {
     return std::bit_cast<float>(shuffle_xor(std::bit_cast<std::uint32_t>(value), mask));
+}
+inline void prepare_thread_barriers() {
+    neighbours->prepare_thread_barriers();
+}
+inline void sync_threads_of(int barrier, int threads) {
+    neighbours->sync_threads_of(barrier, threads);
 }
 inline void dependency_wait() {
     neighbours->dependency_wait();
@@ -90,6 +103,13 @@ void store(T* to, T value, std::memory_order order = std::memory_order_relaxed) 
 }
 
 __extension__ typedef unsigned __int128 Whole16;
+
+inline constexpr std::size_t shared_bytes = 64 << 10;
+template <class T>
+T& shared_variable() {
+    static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= shared_bytes);
+    return *reinterpret_cast<T*>(neighbours->shared_memory());
+}
 
 /// See `fence`.
 inline std::atomic<std::uint32_t> all_fences{0};
@@ -147,6 +167,10 @@ inline void store_whole16(uint4* to, uint4 v) {
     host::store(reinterpret_cast<host::Whole16*>(to), std::bit_cast<host::Whole16>(v));
 }
 
+inline uint4 load_past_l1(const uint4* from) {
+    return *from;
+}
+
 template <Scope scope = Scope::system>
 std::uint32_t exchange_relaxed(std::uint32_t* at, std::uint32_t value) {
     return std::atomic_ref<std::uint32_t>(*at).exchange(value, std::memory_order_relaxed);
@@ -156,16 +180,24 @@ std::uint32_t add_relaxed(std::uint32_t* at, std::uint32_t value) {
     return std::atomic_ref<std::uint32_t>(*at).fetch_add(value, std::memory_order_relaxed);
 }
 
+#define LATENT_MOE_SHARED(type, name) auto& name = host::shared_variable<std::type_identity_t<type>>()
+
+struct SharedWord {
+    std::uint32_t value;
+    std::uint32_t get() const { return host::load(&value, std::memory_order_acquire); }
+    void set(std::uint32_t v) { host::store(&value, v, std::memory_order_release); }
+};
+
 /// A word of the CTA's shared memory, by its address there.
 template <class T>
 T load_shared(std::uint32_t address) {
     static_assert(sizeof(T) == 4);
-    return std::bit_cast<T>(host::load(neighbours->shared_memory() + address / 4));
+    return std::bit_cast<T>(host::load(reinterpret_cast<std::uint32_t*>(neighbours->shared_memory() + address)));
 }
 template <class T>
 void store_shared(std::uint32_t address, T value) {
     static_assert(sizeof(T) == 4);
-    host::store(neighbours->shared_memory() + address / 4, std::bit_cast<std::uint32_t>(value));
+    host::store(reinterpret_cast<std::uint32_t*>(neighbours->shared_memory() + address), std::bit_cast<std::uint32_t>(value));
 }
 
 /// A read-modify-write of one word that all fences share, not `atomic_thread_fence`: the thread sanitizer does not know that

@@ -7,7 +7,9 @@
 #include <mutex>
 #include <new>
 #include <optional>
+#include <stdexcept>
 #include <thread>
+#include <utility>
 
 namespace latent_moe::gpu::emulated {
 
@@ -57,22 +59,45 @@ private:
 struct Wave {
     Barrier all{wave_size};
     std::array<std::uint32_t, wave_size> values{};
-    std::array<uint4, wave_size> shared{};
+    /// Whoever writes one has met, over the other, all who read it.
+    std::array<std::array<uint4, wave_size>, 2> shared{};
+};
+
+/// A barrier of those threads of a CTA that come to it.
+class NamedBarrier {
+public:
+    void reset() { arrived_ = completed_ = 0; }
+    void sync(unsigned threads) {
+        const unsigned before = arrived_.fetch_add(1);
+        const unsigned over = (before / threads + 1) * threads;
+        if (before + 1 == over) {
+            completed_ = over;
+            completed_.notify_all();
+            return;
+        }
+        for (unsigned at = completed_; at < over; at = completed_) completed_.wait(at);
+    }
+
+private:
+    std::atomic<unsigned> arrived_{0}, completed_{0};
 };
 
 struct Cta {
-    explicit Cta(unsigned threads) : all(threads), waves(threads / wave_size) {}
+    explicit Cta(unsigned threads) : all(threads), turn(static_cast<std::ptrdiff_t>(threads)), waves((threads + wave_size - 1) / wave_size) {}
     Barrier all;
+    std::barrier<> turn;  ///< of a grid that is larger than the emulated GPU
+    std::array<NamedBarrier, 16> some;
     std::vector<Wave> waves;
-    std::array<std::uint32_t, 1024> shared_memory{};
+    alignas(16) std::array<std::byte, host::shared_bytes> shared_memory{};
 };
 
 struct Rank {
-    explicit Rank(Grid largest) : kernel_ends(static_cast<std::ptrdiff_t>(largest.ctas * largest.threads)) {
+    explicit Rank(Grid largest) : most_ctas(largest.ctas), most_threads(largest.threads), kernel_ends(static_cast<std::ptrdiff_t>(largest.ctas * largest.threads)) {
         for (auto& kernel : ctas) {
             for (unsigned c = 0; c < largest.ctas; ++c) kernel.push_back(std::make_unique<Cta>(largest.threads));
         }
     }
+    const unsigned most_ctas, most_threads;
     std::barrier<> kernel_ends;
     /// A kernel and its successor may both be running.
     std::array<std::vector<std::unique_ptr<Cta>>, 2> ctas;
@@ -114,13 +139,21 @@ public:
     ~Thread() override { looked_ = Clock::never_looks; }
 
     void launch(Grid grid, const std::function<void()>& kernel) override {
+        if (grid.threads > rank_.most_threads) throw std::logic_error("a CTA is larger than the emulated GPU's");
         ++launches_;
-        if (cta_index_ < grid.ctas && thread_ < grid.threads) {
-            blockIdx.x = cta_index_, gridDim.x = grid.ctas, threadIdx.x = thread_, blockDim.x = grid.threads;
-            kernel();
+        for (unsigned index = cta_index_; index == cta_index_ || index < grid.ctas; index += rank_.most_ctas) {
+            if (index != cta_index_) {
+                const Blocked blocked;
+                cta().turn.arrive_and_wait();
+            }
+            if (index < grid.ctas && thread_ < grid.threads) {
+                shared_before_ = 0;
+                blockIdx.x = index, gridDim.x = grid.ctas, threadIdx.x = thread_, blockDim.x = grid.threads;
+                kernel();
+            }
+            wave().values[thread_ % wave_size] = 0;  // of a thread that has left, sums take nothing
+            wave().all.leave(), cta().all.leave();
         }
-        wave().values[thread_ % wave_size] = 0;  // of a thread that has left, sums take nothing
-        wave().all.leave(), cta().all.leave();
         dependency_wait();  // nobody runs ahead of the kernel before
         ended_.emplace(rank_.kernel_ends.arrive());
     }
@@ -148,11 +181,19 @@ public:
     std::uint64_t clock_ns() override { return clock_.look_around() * tick_ns; }
     void block() { looked_ = Clock::never_looks; }
     void unblock() { looked_ = 0; }
-    std::uint32_t* shared_memory() override { return cta().shared_memory.data(); }
+    std::byte* shared_memory() override { return cta().shared_memory.data(); }
     const uint4* share_in_wave(uint4 value) override {
-        wave().shared[thread_ % wave_size] = value;
+        auto& shared = wave().shared[shared_before_++ % 2];
+        shared[thread_ % wave_size] = value;
         sync_wave();
-        return wave().shared.data();
+        return shared.data();
+    }
+    void prepare_thread_barriers() override {
+        if (threadIdx.x < cta().some.size()) cta().some[threadIdx.x].reset();
+    }
+    void sync_threads_of(int barrier, int threads) override {
+        const Blocked blocked;
+        cta().some[static_cast<std::size_t>(barrier)].sync(static_cast<unsigned>(threads));
     }
     void dependency_wait() override {
         if (!ended_) return;
@@ -170,6 +211,7 @@ private:
     Clock& clock_;
     Clock::Looked& looked_;
     unsigned launches_ = 0;
+    unsigned shared_before_ = 0;
     std::optional<std::barrier<>::arrival_token> ended_;  ///< of the kernel before, while nobody has waited for its end
 };
 
@@ -204,6 +246,38 @@ Exchange Windows::exchange(int rank, std::uint64_t timeout_ns) const {
     x.record = &ranks_[static_cast<std::size_t>(rank)]->record();
     x.timeout_ns = timeout_ns;
     return x;
+}
+
+namespace {
+
+/// Of a thread that has none.
+class NoNeighbours final : public Neighbours {
+public:
+    void sync_cta() override { refuse(); }
+    void sync_wave() override { refuse(); }
+    std::uint32_t sum_over_wave(std::uint32_t) override { refuse(); }
+    const uint4* share_in_wave(uint4) override { refuse(); }
+    void prepare_thread_barriers() override { refuse(); }
+    void sync_threads_of(int, int) override { refuse(); }
+    void dependency_wait() override {}
+    std::byte* shared_memory() override { refuse(); }
+    void let_others_run() override {}
+    std::uint64_t clock_ns() override { return 0; }
+
+private:
+    [[noreturn]] static void refuse() { throw std::logic_error("a kernel whose threads meet needs a stream"); }
+};
+
+}  // namespace
+
+void run_one_by_one(Grid grid, const std::function<void()>& kernel) {
+    NoNeighbours nobody;
+    Neighbours* const before = std::exchange(neighbours, &nobody);
+    gridDim.x = grid.ctas, blockDim.x = grid.threads;
+    for (blockIdx.x = 0; blockIdx.x < grid.ctas; ++blockIdx.x) {
+        for (threadIdx.x = 0; threadIdx.x < grid.threads; ++threadIdx.x) kernel();
+    }
+    neighbours = before;
 }
 
 void run(int world, Grid largest, const std::function<void(int rank, Stream& stream)>& program) {

@@ -60,9 +60,10 @@ private:
 class Stream {
 public:
     virtual ~Stream() = default;
-    /// By every thread of the rank, with the same arguments in the same order: those that the grid has run `kernel`.
+    /// By every thread of the rank, with the same arguments in the same order: those that the grid has run `kernel`. Of a
+    /// grid of more CTAs than there are, each takes several, one after the other.
     virtual void launch(Grid grid, const std::function<void()>& kernel) = 0;
-    /// A launch whose kernel does not call `dependency_wait`.
+    /// A kernel that starts when the one before has ended.
     void launch_in_order(Grid grid, const std::function<void()>& kernel) {
         launch(grid, [&] { gpu::dependency_wait(), kernel(); });
     }
@@ -79,6 +80,9 @@ public:
     Blocked(const Blocked&) = delete;
     Blocked& operator=(const Blocked&) = delete;
 };
+
+/// Plays a kernel whose threads do not wait for one another, in the calling thread.
+void run_one_by_one(Grid grid, const std::function<void()>& kernel);
 
 /// Runs `program(rank, stream)` on every thread of `largest`, for every rank; returns when all have ended.
 void run(int world, Grid largest, const std::function<void(int rank, Stream& stream)>& program);
