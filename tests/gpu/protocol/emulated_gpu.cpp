@@ -1,15 +1,23 @@
 #include "gpu/protocol/emulated_gpu.h"
 
+#include <ucontext.h>
+
+#include <algorithm>
 #include <array>
 #include <atomic>
-#include <barrier>
 #include <cstring>
 #include <mutex>
 #include <new>
-#include <optional>
 #include <stdexcept>
 #include <thread>
+#include <tuple>
 #include <utility>
+
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#elif defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
 
 namespace latent_moe::gpu::emulated {
 
@@ -17,18 +25,23 @@ namespace {
 
 constexpr std::align_val_t alignment{128};
 
+/// Returns once `word`, which counts up, has reached `value`.
+void wait_until(const std::atomic<unsigned>& word, unsigned value);
+
 /// A barrier of a kernel's threads: those that have left the kernel are not waited for, as on a GPU.
-class Barrier {
+class KernelBarrier {
 public:
-    explicit Barrier(unsigned members) : members_(members) {}
+    explicit KernelBarrier(unsigned members) : members_(members) {}
 
     void sync() {
-        std::unique_lock lock(mutex_);
-        ++arrived_;
-        if (complete()) return;
-        const unsigned phase = phase_;
-        lock.unlock();
-        phase_.wait(phase);
+        unsigned over = 0;
+        {
+            const std::lock_guard lock(mutex_);
+            ++arrived_;
+            over = phase_.load(std::memory_order_relaxed) + 1;
+            if (complete()) return;
+        }
+        wait_until(phase_, over);
     }
     /// By every member, once a kernel. The last one makes the barrier ready for another kernel.
     void leave() {
@@ -46,7 +59,6 @@ private:
         if (arrived_ + left_ < members_) return false;
         arrived_ = 0;
         ++phase_;
-        phase_.notify_all();
         return true;
     }
 
@@ -57,48 +69,29 @@ private:
 };
 
 struct Wave {
-    Barrier all{wave_size};
+    KernelBarrier all{wave_size};
     std::array<std::uint32_t, wave_size> values{};
     /// Whoever writes one has met, over the other, all who read it.
     std::array<std::array<uint4, wave_size>, 2> shared{};
 };
 
-/// A barrier of those threads of a CTA that come to it.
-class NamedBarrier {
-public:
-    void reset() { arrived_ = completed_ = 0; }
-    void sync(unsigned threads) {
-        const unsigned before = arrived_.fetch_add(1);
-        const unsigned over = (before / threads + 1) * threads;
-        if (before + 1 == over) {
-            completed_ = over;
-            completed_.notify_all();
-            return;
-        }
-        for (unsigned at = completed_; at < over; at = completed_) completed_.wait(at);
-    }
-
-private:
-    std::atomic<unsigned> arrived_{0}, completed_{0};
-};
-
 struct Cta {
-    explicit Cta(unsigned threads) : all(threads), turn(static_cast<std::ptrdiff_t>(threads)), waves((threads + wave_size - 1) / wave_size) {}
-    Barrier all;
-    std::barrier<> turn;  ///< of a grid that is larger than the emulated GPU
-    std::array<NamedBarrier, 16> some;
+    explicit Cta(unsigned threads) : all(threads), waves((threads + wave_size - 1) / wave_size) {}
+    KernelBarrier all;
+    Barrier turn;  ///< of a grid that is larger than the emulated GPU
+    std::array<Barrier, 16> some;
     std::vector<Wave> waves;
     alignas(16) std::array<std::byte, host::shared_bytes> shared_memory{};
 };
 
 struct Rank {
-    explicit Rank(Grid largest) : most_ctas(largest.ctas), most_threads(largest.threads), kernel_ends(static_cast<std::ptrdiff_t>(largest.ctas * largest.threads)) {
+    explicit Rank(Grid grid) : largest(grid) {
         for (auto& kernel : ctas) {
             for (unsigned c = 0; c < largest.ctas; ++c) kernel.push_back(std::make_unique<Cta>(largest.threads));
         }
     }
-    const unsigned most_ctas, most_threads;
-    std::barrier<> kernel_ends;
+    const Grid largest;
+    std::atomic<unsigned> ends{0};  ///< threads that have come to the end of a kernel, of all kernels together
     /// A kernel and its successor may both be running.
     std::array<std::vector<std::unique_ptr<Cta>>, 2> ctas;
 };
@@ -129,43 +122,123 @@ private:
     std::vector<Looked> looked_;
 };
 
+/// A lane's own stack, and where it stands there. Sanitizers are told of every change of stacks: to the thread sanitizer lanes
+/// are threads of their own, which nothing orders but what they do.
+class Lane {
+public:
+    /// Of the wave's thread itself.
+    Lane() {
+#ifdef __SANITIZE_THREAD__
+        fiber_ = __tsan_get_current_fiber();
+#endif
+    }
+    Lane(Lane& wave, std::function<void()> body) : wave_(&wave), body_(std::move(body)), stack_(new std::byte[stack_bytes]) {
+#ifdef __SANITIZE_THREAD__
+        fiber_ = __tsan_create_fiber(0);
+#endif
+        getcontext(&context_);
+        context_.uc_stack.ss_sp = stack_.get(), context_.uc_stack.ss_size = stack_bytes;
+        const auto self = reinterpret_cast<std::uintptr_t>(this);
+        makecontext(&context_, reinterpret_cast<void (*)()>(&begin), 2, static_cast<unsigned>(self),
+                    static_cast<unsigned>(self >> 32));
+    }
+    ~Lane() {
+#ifdef __SANITIZE_THREAD__
+        if (wave_ != nullptr) __tsan_destroy_fiber(fiber_);
+#endif
+    }
+    Lane(const Lane&) = delete;
+    Lane& operator=(const Lane&) = delete;
+
+    /// Leaves `from`, whose stack runs, for this one.
+    void take_over_from(Lane& from) {
+#ifdef __SANITIZE_ADDRESS__
+        void* left = nullptr;
+        __sanitizer_start_switch_fiber(from.ended_ ? nullptr : &left, bottom_, size_);
+#elif defined(__SANITIZE_THREAD__)
+        __tsan_switch_to_fiber(fiber_, __tsan_switch_to_fiber_no_sync);
+#endif
+        swapcontext(&from.context_, &context_);
+#ifdef __SANITIZE_ADDRESS__
+        __sanitizer_finish_switch_fiber(left, nullptr, nullptr);
+#endif
+    }
+
+    bool ended() const { return ended_; }
+    bool could_run() const {
+        return awaited_ == nullptr || reached(awaited_->load(std::memory_order_relaxed), awaited_value_);
+    }
+    static bool reached(unsigned at, unsigned value) { return static_cast<int>(at - value) >= 0; }
+
+    /// Lets the other lanes of the wave run, until `word` has reached `value` (null: as soon as they have had their turn).
+    void pause(const std::atomic<unsigned>* word, unsigned value) {
+        awaited_ = word, awaited_value_ = value;
+        const auto mine = std::make_tuple(blockIdx, gridDim, threadIdx, blockDim, neighbours);
+        wave_->take_over_from(*this);
+        std::tie(blockIdx, gridDim, threadIdx, blockDim, neighbours) = mine;
+    }
+
+private:
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+    static constexpr std::size_t stack_bytes = 256 << 10;
+#else
+    static constexpr std::size_t stack_bytes = 64 << 10;
+#endif
+
+    static void begin(unsigned low, unsigned high) {
+        Lane& lane = *reinterpret_cast<Lane*>(low | static_cast<std::uintptr_t>(high) << 32);
+#ifdef __SANITIZE_ADDRESS__
+        __sanitizer_finish_switch_fiber(nullptr, &lane.wave_->bottom_, &lane.wave_->size_);
+        lane.bottom_ = lane.stack_.get(), lane.size_ = stack_bytes;
+#endif
+        lane.body_();
+        lane.ended_ = true;
+        lane.wave_->take_over_from(lane);
+    }
+
+    Lane* wave_ = nullptr;
+    std::function<void()> body_;
+    std::unique_ptr<std::byte[]> stack_;
+    ucontext_t context_{};
+    bool ended_ = false;
+    const std::atomic<unsigned>* awaited_ = nullptr;
+    unsigned awaited_value_ = 0;
+#ifdef __SANITIZE_ADDRESS__
+    const void* bottom_ = stack_.get();
+    std::size_t size_ = stack_bytes;
+#elif defined(__SANITIZE_THREAD__)
+    void* fiber_ = nullptr;
+#endif
+};
+
 /// A thread of the emulated grid, and its view of the rank's stream.
 class Thread final : public Neighbours, public Stream {
 public:
-    Thread(Rank& rank, unsigned cta, unsigned thread, Clock& clock, Clock::Looked& looked)
-        : rank_(rank), cta_index_(cta), thread_(thread), clock_(clock), looked_(looked) {
+    Thread(Rank& rank, unsigned cta, unsigned thread, Clock& clock, Clock::Looked& looked, Lane& lane)
+        : rank_(rank), cta_index_(cta), thread_(thread), clock_(clock), looked_(looked), lane_(lane) {
         neighbours = this;
     }
     ~Thread() override { looked_ = Clock::never_looks; }
 
     void launch(Grid grid, const std::function<void()>& kernel) override {
-        if (grid.threads > rank_.most_threads) throw std::logic_error("a CTA is larger than the emulated GPU's");
+        if (grid.threads > rank_.largest.threads) throw std::logic_error("a CTA is larger than the emulated GPU's");
         ++launches_;
-        for (unsigned index = cta_index_; index == cta_index_ || index < grid.ctas; index += rank_.most_ctas) {
-            if (index != cta_index_) {
-                const Blocked blocked;
-                cta().turn.arrive_and_wait();
-            }
+        for (unsigned index = cta_index_; index == cta_index_ || index < grid.ctas; index += rank_.largest.ctas) {
+            if (index != cta_index_) cta().turn.sync(rank_.largest.threads);
+            shared_before_ = 0;
             if (index < grid.ctas && thread_ < grid.threads) {
-                shared_before_ = 0;
                 blockIdx.x = index, gridDim.x = grid.ctas, threadIdx.x = thread_, blockDim.x = grid.threads;
                 kernel();
             }
             wave().values[thread_ % wave_size] = 0;  // of a thread that has left, sums take nothing
             wave().all.leave(), cta().all.leave();
         }
-        dependency_wait();  // nobody runs ahead of the kernel before
-        ended_.emplace(rank_.kernel_ends.arrive());
+        wait_for_kernels(launches_ - 1);  // nobody runs ahead of the kernel before
+        ++rank_.ends;
     }
 
-    void sync_cta() override {
-        const Blocked blocked;
-        cta().all.sync();
-    }
-    void sync_wave() override {
-        const Blocked blocked;
-        wave().all.sync();
-    }
+    void sync_cta() override { cta().all.sync(); }
+    void sync_wave() override { wave().all.sync(); }
     std::uint32_t sum_over_wave(std::uint32_t value) override {
         wave().values[thread_ % wave_size] = value;
         sync_wave();
@@ -176,11 +249,9 @@ public:
     }
     void let_others_run() override {
         looked_.store(clock_.tick(), std::memory_order_relaxed);
-        std::this_thread::yield();
+        lane_.pause(nullptr, 0);
     }
     std::uint64_t clock_ns() override { return clock_.look_around() * tick_ns; }
-    void block() { looked_ = Clock::never_looks; }
-    void unblock() { looked_ = 0; }
     std::byte* shared_memory() override { return cta().shared_memory.data(); }
     const uint4* share_in_wave(uint4 value) override {
         auto& shared = wave().shared[shared_before_++ % 2];
@@ -192,17 +263,22 @@ public:
         if (threadIdx.x < cta().some.size()) cta().some[threadIdx.x].reset();
     }
     void sync_threads_of(int barrier, int threads) override {
-        const Blocked blocked;
         cta().some[static_cast<std::size_t>(barrier)].sync(static_cast<unsigned>(threads));
     }
-    void dependency_wait() override {
-        if (!ended_) return;
-        const Blocked blocked;
-        rank_.kernel_ends.wait(std::move(*ended_));
-        ended_.reset();
+    void dependency_wait() override { wait_for_kernels(launches_ - 1); }
+
+    /// Time does not wait for a thread that waits for others of its GPU.
+    void wait_until(const std::atomic<unsigned>& word, unsigned value) {
+        while (!Lane::reached(word, value)) {
+            looked_ = Clock::never_looks;
+            lane_.pause(&word, value);
+            looked_ = 0;
+        }
     }
 
 private:
+    void wait_for_kernels(unsigned count) { wait_until(rank_.ends, count * rank_.largest.ctas * rank_.largest.threads); }
+
     Cta& cta() { return *rank_.ctas[launches_ % 2][cta_index_]; }
     Wave& wave() { return cta().waves[thread_ / wave_size]; }
 
@@ -210,18 +286,31 @@ private:
     unsigned cta_index_, thread_;
     Clock& clock_;
     Clock::Looked& looked_;
+    Lane& lane_;
     unsigned launches_ = 0;
-    unsigned shared_before_ = 0;
-    std::optional<std::barrier<>::arrival_token> ended_;  ///< of the kernel before, while nobody has waited for its end
+    unsigned shared_before_ = 0;  ///< in this kernel
 };
+
+void wait_until(const std::atomic<unsigned>& word, unsigned value) {
+    static_cast<Thread*>(neighbours)->wait_until(word, value);
+}
 
 }  // namespace
 
-Blocked::Blocked() {
-    static_cast<Thread*>(neighbours)->block();
+void Barrier::arrive(unsigned threads) {
+    const unsigned before = arrived_.fetch_add(1), over = (before / threads + 1) * threads;
+    if (before + 1 == over) completed_ = over;
 }
-Blocked::~Blocked() {
-    static_cast<Thread*>(neighbours)->unblock();
+void Barrier::sync(unsigned threads) {
+    const unsigned before = arrived_.fetch_add(1), over = (before / threads + 1) * threads;
+    if (before + 1 == over) {
+        completed_ = over;
+    } else {
+        wait_until(completed_, over);
+    }
+}
+void Barrier::reset() {
+    arrived_ = completed_ = 0;
 }
 
 void RankMemory::Free::operator()(std::byte* p) const {
@@ -285,14 +374,30 @@ void run(int world, Grid largest, const std::function<void(int rank, Stream& str
     for (int r = 0; r < world; ++r) ranks.push_back(std::make_unique<Rank>(largest));
     const std::size_t of_rank = largest.ctas * largest.threads;
     Clock clock(static_cast<std::size_t>(world) * of_rank);
-    std::vector<std::jthread> threads;
+    std::vector<std::jthread> waves;
+    const unsigned waves_of_cta = (largest.threads + wave_size - 1) / wave_size;
     for (int r = 0; r < world; ++r) {
-        for (unsigned i = 0; i < of_rank; ++i) {
-            threads.emplace_back([&, r, i] {
+        for (unsigned w = 0; w < largest.ctas * waves_of_cta; ++w) {
+            waves.emplace_back([&, r, w] {
                 const auto rank = static_cast<std::size_t>(r);
-                Thread thread(*ranks[rank], i / largest.threads, i % largest.threads, clock,
-                              clock.looked(rank * of_rank + i));
-                program(r, thread);
+                const unsigned cta = w / waves_of_cta, first = w % waves_of_cta * wave_size;
+                Lane wave;
+                std::vector<std::unique_ptr<Lane>> lanes;
+                for (unsigned thread = first; thread < std::min(largest.threads, first + wave_size); ++thread) {
+                    lanes.push_back(std::make_unique<Lane>(wave, [&, thread, lane = lanes.size()] {
+                        Clock::Looked& looked = clock.looked(rank * of_rank + cta * largest.threads + thread);
+                        Thread self(*ranks[rank], cta, thread, clock, looked, *lanes[lane]);
+                        program(r, self);
+                    }));
+                }
+                for (std::size_t left = lanes.size(); left > 0;) {
+                    for (const auto& lane : lanes) {
+                        if (lane->ended() || !lane->could_run()) continue;
+                        lane->take_over_from(wave);
+                        if (lane->ended()) --left;
+                    }
+                    std::this_thread::yield();
+                }
             });
         }
     }

@@ -1,7 +1,8 @@
 // Ranks as grids of threads of this machine: what a GPU's launch, stream and barriers give a kernel, for kernels' bodies
 // that were compiled for the host (primitives/target_host.h).
 //
-// Every thread of every rank's largest grid is one OS thread that goes through the same calls. A rank's stream is in order:
+// A thread of this machine plays a wave, its lanes one after the other: each lane has a stack of its own and runs until it waits
+// for somebody. Every lane of every rank's largest grid goes through the same calls. A rank's stream is in order:
 // a kernel's threads may start while the kernel before still runs (as with dependent launch), and `dependency_wait` holds
 // them until it has ended.
 //
@@ -9,6 +10,7 @@
 // for. However slow a machine, a rank that is there is never late; and a wait of many ticks for one that is not there ends.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -71,14 +73,15 @@ public:
 
 inline constexpr std::uint64_t tick_ns = 1 << 14;
 
-/// While it lives, the calling thread waits for others of its CTA, and time does not wait for it. For barriers of a test's
-/// own.
-class Blocked {
+/// A barrier for some of an emulated GPU's threads, always as many.
+class Barrier {
 public:
-    Blocked();
-    ~Blocked();
-    Blocked(const Blocked&) = delete;
-    Blocked& operator=(const Blocked&) = delete;
+    void arrive(unsigned threads);
+    void sync(unsigned threads);
+    void reset();
+
+private:
+    std::atomic<unsigned> arrived_{0}, completed_{0};
 };
 
 /// Plays a kernel whose threads do not wait for one another, in the calling thread.

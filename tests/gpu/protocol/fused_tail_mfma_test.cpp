@@ -1,5 +1,5 @@
-// The fused tail of AMD GPUs, its own source, with threads as ranks × CTAs × lanes of waves of 64 and MFMA played by its
-// definition. Bits are compared with the CPU backend's tails where every sum is exact, and with the sums in the documented
+// The fused tail of AMD GPUs, its own source, with threads as ranks × CTAs × lanes of waves of 32 or 64 and MFMA
+// played by its definition. Bits are compared with the CPU backend's tails where every sum is exact, and with the sums in the documented
 // order where none is.
 #include <array>
 #include <bit>
@@ -148,10 +148,10 @@ std::string name_of(const testing::TestParamInfo<int>& info) {
     return "tp" + std::to_string(info.param);
 }
 
-class FusedTailOnHostThreads : public testing::TestWithParam<int> {};
+class FusedMfmaTailOnHostThreads : public testing::TestWithParam<int> {};
 
 /// Σ routed is ±1 everywhere, so a row's factor is 1; γ, W, shared and prefix are small multiples of a half.
-TEST_P(FusedTailOnHostThreads, GivesTheBitsOfTheCpuTailsWhereAllSumsAreExact) {
+TEST_P(FusedMfmaTailOnHostThreads, GivesTheBitsOfTheCpuTailsWhereAllSumsAreExact) {
     const int world = GetParam();
     const std::int64_t hidden = std::int64_t{own_columns} * world;
     std::mt19937 random(static_cast<unsigned>(world));
@@ -233,7 +233,7 @@ float expected_element(const Layer& layer, const Call& call, int world, std::int
         return v[0];
     };
     constexpr int blocks = 10;
-    std::vector<float> of_lane(64, 0.0F);
+    std::vector<float> of_lane(wave_size, 0.0F);
     float product = 0;
     for (int block = 0; block < blocks; ++block) {
         std::vector<float> of_unit(8, 0.0F);
@@ -247,11 +247,12 @@ float expected_element(const Layer& layer, const Call& call, int world, std::int
             }
         }
         of_lane[static_cast<std::size_t>(block)] += tree(of_unit);
-        for (int half_of_block = 0; half_of_block < 2; ++half_of_block) {
+        constexpr int at_once = static_cast<int>(wave_size) / 16;  // units that the lanes of a row have between them
+        for (int first_unit = 0; first_unit < 8; first_unit += at_once) {
             for (int half_of_unit = 0; half_of_unit < 2; ++half_of_unit) {
-                for (int quarter = 0; quarter < 4; ++quarter) {
+                for (int unit = first_unit; unit < first_unit + at_once; ++unit) {
                     for (int e = 0; e < 4; ++e) {
-                        const int k = block * 64 + (quarter + 4 * half_of_block) * 8 + half_of_unit * 4 + e;
+                        const int k = block * 64 + unit * 8 + half_of_unit * 4 + e;
                         if (k < latent) product += layer.weights.at(n, k) * weighted[static_cast<std::size_t>(k)];
                     }
                 }
@@ -263,7 +264,7 @@ float expected_element(const Layer& layer, const Call& call, int world, std::int
     return round_to(Dtype::bf16, value + call.prefix.at(m, n)) + 0.0F;
 }
 
-TEST_P(FusedTailOnHostThreads, AddsInTheOrderThatItSays) {
+TEST_P(FusedMfmaTailOnHostThreads, AddsInTheOrderThatItSays) {
     const int world = GetParam();
     const std::int64_t hidden = std::int64_t{own_columns} * world;
     std::mt19937 random(99U + static_cast<unsigned>(world));
@@ -294,7 +295,7 @@ TEST_P(FusedTailOnHostThreads, AddsInTheOrderThatItSays) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(, FusedTailOnHostThreads, testing::Values(1, 2, 3, 4, 5, 6, 7, 8), name_of);
+INSTANTIATE_TEST_SUITE_P(, FusedMfmaTailOnHostThreads, testing::Values(1, 2, 3, 4, 5, 6, 7, 8), name_of);
 
 }  // namespace
 }  // namespace latent_moe::gpu

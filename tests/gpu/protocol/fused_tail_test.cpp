@@ -2,7 +2,6 @@
 // sum.
 #include <algorithm>
 #include <atomic>
-#include <barrier>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -37,14 +36,11 @@ class Roles {
 public:
     class NamedBarrier {
     public:
-        void arrive() { static_cast<void>(all_.arrive()); }
-        void sync() {
-            const emulated::Blocked blocked;
-            all_.arrive_and_wait();
-        }
+        void arrive() { all_.arrive(2 * wave); }
+        void sync() { all_.sync(2 * wave); }
 
     private:
-        std::barrier<> all_{2 * wave};
+        emulated::Barrier all_;
     };
     float latents[capacity * latent_units][U::size], columns[capacity * column_units][U::size];
     NamedBarrier squares_ready, shared_ready;
