@@ -26,8 +26,26 @@ namespace latent_moe::gpu {
 
 // ---- who am I
 
+/// A thread's own word. Several threads of a grid may take turns on one of this machine, and the thread sanitizer, which tells
+/// them apart, must not take that for a race.
+template <class T>
+class OwnWord {
+public:
+    constexpr explicit OwnWord(T value) : value_(value) {}
+    operator T() const { return value_.load(std::memory_order_relaxed); }
+    T operator->() const { return *this; }
+    OwnWord& operator=(T value) {
+        value_.store(value, std::memory_order_relaxed);
+        return *this;
+    }
+
+private:
+    std::atomic<T> value_;
+};
+
 struct Index {
-    unsigned x;
+    OwnWord<unsigned> x;
+    constexpr explicit Index(unsigned of_x) : x(of_x) {}
 };
 inline thread_local Index blockIdx{0}, gridDim{1}, threadIdx{0}, blockDim{1};
 inline constexpr unsigned wave_size = LATENT_MOE_WAVE_SIZE;
@@ -52,7 +70,7 @@ public:
     virtual void let_others_run() = 0;
     virtual std::uint64_t clock_ns() = 0;
 };
-inline thread_local Neighbours* neighbours = nullptr;
+inline thread_local OwnWord<Neighbours*> neighbours{nullptr};
 
 inline void sync_cta() {
     neighbours->sync_cta();

@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <mutex>
 #include <new>
 #include <stdexcept>
 #include <thread>
-#include <tuple>
 #include <utility>
 
 #ifdef __SANITIZE_THREAD__
@@ -154,9 +154,11 @@ public:
     void take_over_from(Lane& from) {
 #ifdef __SANITIZE_ADDRESS__
         void* left = nullptr;
-        __sanitizer_start_switch_fiber(from.ended_ ? nullptr : &left, bottom_, size_);
+        __sanitizer_start_switch_fiber(from.ended() ? nullptr : &left, bottom_, size_);
 #elif defined(__SANITIZE_THREAD__)
-        __tsan_switch_to_fiber(fiber_, __tsan_switch_to_fiber_no_sync);
+        // A lane begins after it was made and ends before it is destroyed; in between this orders nothing.
+        const bool begins = wave_ != nullptr && !started_.load(std::memory_order_relaxed);
+        __tsan_switch_to_fiber(fiber_, begins || from.ended() ? 0 : __tsan_switch_to_fiber_no_sync);
 #endif
         swapcontext(&from.context_, &context_);
 #ifdef __SANITIZE_ADDRESS__
@@ -164,18 +166,25 @@ public:
 #endif
     }
 
-    bool ended() const { return ended_; }
+    bool ended() const { return ended_.load(std::memory_order_relaxed); }
     bool could_run() const {
-        return awaited_ == nullptr || reached(awaited_->load(std::memory_order_relaxed), awaited_value_);
+        const std::atomic<unsigned>* word = awaited_.load(std::memory_order_relaxed);
+        return word == nullptr ||
+               reached(word->load(std::memory_order_relaxed), awaited_value_.load(std::memory_order_relaxed));
+    }
+    bool looks_around() const {
+        return started_.load(std::memory_order_relaxed) && awaited_.load(std::memory_order_relaxed) == nullptr;
     }
     static bool reached(unsigned at, unsigned value) { return static_cast<int>(at - value) >= 0; }
 
     /// Lets the other lanes of the wave run, until `word` has reached `value` (null: as soon as they have had their turn).
     void pause(const std::atomic<unsigned>* word, unsigned value) {
-        awaited_ = word, awaited_value_ = value;
-        const auto mine = std::make_tuple(blockIdx, gridDim, threadIdx, blockDim, neighbours);
+        awaited_value_.store(value, std::memory_order_relaxed);
+        awaited_.store(word, std::memory_order_relaxed);
+        const unsigned block = blockIdx.x, grid = gridDim.x, thread = threadIdx.x, threads = blockDim.x;
+        Neighbours* const mine = neighbours;
         wave_->take_over_from(*this);
-        std::tie(blockIdx, gridDim, threadIdx, blockDim, neighbours) = mine;
+        blockIdx.x = block, gridDim.x = grid, threadIdx.x = thread, blockDim.x = threads, neighbours = mine;
     }
 
 private:
@@ -191,8 +200,9 @@ private:
         __sanitizer_finish_switch_fiber(nullptr, &lane.wave_->bottom_, &lane.wave_->size_);
         lane.bottom_ = lane.stack_.get(), lane.size_ = stack_bytes;
 #endif
+        lane.started_.store(true, std::memory_order_relaxed);
         lane.body_();
-        lane.ended_ = true;
+        lane.ended_.store(true, std::memory_order_relaxed);
         lane.wave_->take_over_from(lane);
     }
 
@@ -200,9 +210,10 @@ private:
     std::function<void()> body_;
     std::unique_ptr<std::byte[]> stack_;
     ucontext_t context_{};
-    bool ended_ = false;
-    const std::atomic<unsigned>* awaited_ = nullptr;
-    unsigned awaited_value_ = 0;
+    // Of one thread of this machine, but of two for the thread sanitizer.
+    std::atomic<bool> started_{false}, ended_{false};
+    std::atomic<const std::atomic<unsigned>*> awaited_{nullptr};
+    std::atomic<unsigned> awaited_value_{0};
 #ifdef __SANITIZE_ADDRESS__
     const void* bottom_ = stack_.get();
     std::size_t size_ = stack_bytes;
@@ -292,7 +303,7 @@ private:
 };
 
 void wait_until(const std::atomic<unsigned>& word, unsigned value) {
-    static_cast<Thread*>(neighbours)->wait_until(word, value);
+    static_cast<Thread*>(static_cast<Neighbours*>(neighbours))->wait_until(word, value);
 }
 
 }  // namespace
@@ -361,13 +372,37 @@ private:
 
 void run_one_by_one(Grid grid, const std::function<void()>& kernel) {
     NoNeighbours nobody;
-    Neighbours* const before = std::exchange(neighbours, &nobody);
+    Neighbours* const before = neighbours;
+    neighbours = &nobody;
     gridDim.x = grid.ctas, blockDim.x = grid.threads;
-    for (blockIdx.x = 0; blockIdx.x < grid.ctas; ++blockIdx.x) {
-        for (threadIdx.x = 0; threadIdx.x < grid.threads; ++threadIdx.x) kernel();
+    for (unsigned cta = 0; cta < grid.ctas; ++cta) {
+        for (unsigned thread = 0; thread < grid.threads; ++thread) blockIdx.x = cta, threadIdx.x = thread, kernel();
     }
     neighbours = before;
 }
+
+namespace {
+
+/// Until all lanes have ended. A wave of which none can run leaves the machine to the others, soon for longer.
+void play(Lane& wave, const std::vector<std::unique_ptr<Lane>>& lanes) {
+    int idle_rounds = 0;
+    for (std::size_t left = lanes.size(); left > 0;) {
+        ++idle_rounds;
+        for (const auto& lane : lanes) {
+            if (lane->ended() || !lane->could_run()) continue;
+            if (!lane->looks_around()) idle_rounds = 0;
+            lane->take_over_from(wave);
+            if (lane->ended()) --left;
+        }
+        if (idle_rounds > 20) {
+            std::this_thread::sleep_for(std::chrono::microseconds(100));
+        } else if (idle_rounds > 0) {
+            std::this_thread::yield();
+        }
+    }
+}
+
+}  // namespace
 
 void run(int world, Grid largest, const std::function<void(int rank, Stream& stream)>& program) {
     std::vector<std::unique_ptr<Rank>> ranks;
@@ -390,14 +425,7 @@ void run(int world, Grid largest, const std::function<void(int rank, Stream& str
                         program(r, self);
                     }));
                 }
-                for (std::size_t left = lanes.size(); left > 0;) {
-                    for (const auto& lane : lanes) {
-                        if (lane->ended() || !lane->could_run()) continue;
-                        lane->take_over_from(wave);
-                        if (lane->ended()) --left;
-                    }
-                    std::this_thread::yield();
-                }
+                play(wave, lanes);
             });
         }
     }
