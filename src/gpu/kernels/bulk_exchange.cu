@@ -63,8 +63,8 @@ struct BulkCta {
     using U = Unit<dtype>;
     /// What the CTA's groups tell each other.
     struct Shared {
-        SharedWord pushed;     ///< chunks of x that were read: an all-reduce in place may overwrite them
-        bool gave_up[2];                ///< by the parity of the chunk, so that no receiver leaves before all know
+        SharedWord pushed;  ///< chunks of x that were read: an all-reduce in place may overwrite them
+        bool gave_up[2];    ///< by the parity of the chunk, so that no receiver leaves before all know
     };
 
     const Params& p;

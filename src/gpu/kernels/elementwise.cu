@@ -85,10 +85,11 @@ cudaError_t launch_add(const Add& op, cudaStream_t stream) {
         return cudaErrorInvalidValue;
     }
     if (op.tokens == 0) return cudaSuccess;
-    const Launch how{.grid = static_cast<int>(std::min<std::uint64_t>((p.units + unit_threads - 1) / unit_threads, most_ctas)),
-                     .block = unit_threads,
-                     .dependent = op.dependent_launch,
-                     .stream = stream};
+    const Launch how{
+        .grid = static_cast<int>(std::min<std::uint64_t>((p.units + unit_threads - 1) / unit_threads, most_ctas)),
+        .block = unit_threads,
+        .dependent = op.dependent_launch,
+        .stream = stream};
     return for_dtype(op.dtype, [&]<Dtype dtype>() { return launch(how, add_units<dtype>, p); });
 }
 

@@ -87,8 +87,7 @@ struct MfmaTile {
 #pragma unroll
         for (int j = 0; j < groups; ++j) {
 #pragma unroll
-            for (int i = 0; i < mfma_sums; ++i)
-                parts[wave()][j * 16 + lane() % 16][lane() / 16 * mfma_sums + i] = sum[j][i];
+            for (int i = 0; i < mfma_sums; ++i) parts[wave()][j * 16 + lane() % 16][lane() / 16 * mfma_sums + i] = sum[j][i];
         }
     }
     /// `count` neighbouring rows of a token, from `row`.

@@ -8,7 +8,7 @@
 namespace latent_moe::gpu {
 
 inline constexpr int norm_threads = cta_threads(512);  ///< most threads of a CTA that holds a row
-inline constexpr int norm_group = 32;     ///< threads whose sums are added first: the same on every GPU, whatever its waves
+inline constexpr int norm_group = 32;  ///< threads whose sums are added first: the same on every GPU, whatever its waves
 
 /// Threads of a CTA that has at least so many: its waves are whole.
 constexpr int whole_waves(std::int64_t threads) {
@@ -42,8 +42,7 @@ using SumParts = float[norm_threads / norm_group];
 
 /// Σ over a team, the same for all of it and on every run: thread `thread` of `threads` neighbours of the CTA, whose own
 /// `parts` are. The CTA's barrier keeps its teams in step. `parts` alternates between two buffers from call to call.
-LATENT_MOE_DEVICE float sum_over_team(float value, SumParts& parts, std::uint32_t thread,
-                                      std::uint32_t threads) {
+LATENT_MOE_DEVICE float sum_over_team(float value, SumParts& parts, std::uint32_t thread, std::uint32_t threads) {
 #pragma unroll
     for (int lane = norm_group / 2; lane > 0; lane /= 2) value += shuffle_xor(value, static_cast<unsigned>(lane));
     if (thread % norm_group == 0) parts[thread / norm_group] = value;

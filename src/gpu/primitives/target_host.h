@@ -26,8 +26,8 @@ namespace latent_moe::gpu {
 
 // ---- who am I
 
-/// A thread's own word. Several threads of a grid may take turns on one of this machine, and the thread sanitizer, which tells
-/// them apart, must not take that for a race.
+/// A thread's own word. Several threads of a grid may take turns on one of this machine, and the thread sanitizer, which
+/// tells them apart, must not take that for a race.
 template <class T>
 class OwnWord {
 public:
@@ -215,7 +215,8 @@ T load_shared(std::uint32_t address) {
 template <class T>
 void store_shared(std::uint32_t address, T value) {
     static_assert(sizeof(T) == 4);
-    host::store(reinterpret_cast<std::uint32_t*>(neighbours->shared_memory() + address), std::bit_cast<std::uint32_t>(value));
+    host::store(reinterpret_cast<std::uint32_t*>(neighbours->shared_memory() + address),
+                std::bit_cast<std::uint32_t>(value));
 }
 
 /// A read-modify-write of one word that all fences share, not `atomic_thread_fence`: the thread sanitizer does not know that

@@ -32,10 +32,8 @@ Gpus::Gpus(int world, const Shape& shape, const Wires& wires, Grid grid, std::in
       block_tokens_(block_tokens),
       slot_bytes_(all_reduce_slot_bytes(world, 1, wires.slot_rows, std::max(shape.hidden, shape.latent), shape.activations)),
       bulk_{.offset = window_bytes(slot_bytes_), .slot_bytes = slot_bytes_},
-      fused_shape_{.hidden = shape.hidden,
-                   .latent = shape.latent,
-                   .world = world,
-                   .capacity = static_cast<int>(block_tokens)},
+      fused_shape_{
+          .hidden = shape.hidden, .latent = shape.latent, .world = world, .capacity = static_cast<int>(block_tokens)},
       main_(windows(slot_bytes_, bulk_bytes(slot_bytes_))),
       side_(windows(slot_bytes_, bulk_bytes(slot_bytes_))),
       fused_(windows(0, fused_tail_region_bytes(fused_shape_))) {

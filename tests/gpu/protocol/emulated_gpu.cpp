@@ -122,8 +122,8 @@ private:
     std::vector<Looked> looked_;
 };
 
-/// A lane's own stack, and where it stands there. Sanitizers are told of every change of stacks: to the thread sanitizer lanes
-/// are threads of their own, which nothing orders but what they do.
+/// A lane's own stack, and where it stands there. Sanitizers are told of every change of stacks: to the thread sanitizer
+/// lanes are threads of their own, which nothing orders but what they do.
 class Lane {
 public:
     /// Of the wave's thread itself.
@@ -166,7 +166,9 @@ public:
 #endif
     }
 
-    bool ended() const { return ended_.load(std::memory_order_relaxed); }
+    bool ended() const {
+        return ended_.load(std::memory_order_relaxed);
+    }
     bool could_run() const {
         const std::atomic<unsigned>* word = awaited_.load(std::memory_order_relaxed);
         return word == nullptr ||
@@ -175,7 +177,9 @@ public:
     bool looks_around() const {
         return started_.load(std::memory_order_relaxed) && awaited_.load(std::memory_order_relaxed) == nullptr;
     }
-    static bool reached(unsigned at, unsigned value) { return static_cast<int>(at - value) >= 0; }
+    static bool reached(unsigned at, unsigned value) {
+        return static_cast<int>(at - value) >= 0;
+    }
 
     /// Lets the other lanes of the wave run, until `word` has reached `value` (null: as soon as they have had their turn).
     void pause(const std::atomic<unsigned>* word, unsigned value) {

@@ -1,10 +1,10 @@
 // Ranks as grids of threads of this machine: what a GPU's launch, stream and barriers give a kernel, for kernels' bodies
 // that were compiled for the host (primitives/target_host.h).
 //
-// A thread of this machine plays a wave, its lanes one after the other: each lane has a stack of its own and runs until it waits
-// for somebody. Every lane of every rank's largest grid goes through the same calls. A rank's stream is in order:
-// a kernel's threads may start while the kernel before still runs (as with dependent launch), and `dependency_wait` holds
-// them until it has ended.
+// A thread of this machine plays a wave, its lanes one after the other: each lane has a stack of its own and runs until it
+// waits for somebody. Every lane of every rank's largest grid goes through the same calls. A rank's stream is in order: a
+// kernel's threads may start while the kernel before still runs (as with dependent launch), and `dependency_wait` holds them
+// until it has ended.
 //
 // TIME is counted, not measured: a tick is over when every thread that could do anything has looked in vain at what it waits
 // for. However slow a machine, a rank that is there is never late; and a wait of many ticks for one that is not there ends.

@@ -1,6 +1,6 @@
 // The fused tail of AMD GPUs, its own source, with threads as ranks × CTAs × lanes of waves of 32 or 64 and MFMA
-// played by its definition. Bits are compared with the CPU backend's tails where every sum is exact, and with the sums in the documented
-// order where none is.
+// played by its definition. Bits are compared with the CPU backend's tails where every sum is exact, and with the sums in
+// the documented order where none is.
 #include <array>
 #include <bit>
 #include <cstring>

@@ -1,5 +1,5 @@
-// Kernels whose order of sums is documented, or that have a twin on the CPU, one at a time on an emulated GPU: inputs are random,
-// sums are rounded, and the bits must be those of the order that is written down.
+// Kernels whose order of sums is documented, or that have a twin on the CPU, one at a time on an emulated GPU: inputs are
+// random, sums are rounded, and the bits must be those of the order that is written down.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -31,7 +31,7 @@ namespace {
 using test::Tensor;
 
 constexpr std::uint64_t minutes = 60'000'000'000;
-constexpr emulated::Grid small_gpu{3, 4 * wave_size};
+constexpr emulated::Grid small_gpu{2, 2 * wave_size};
 
 class Draw {
 public:
@@ -105,7 +105,8 @@ TEST(Kernels, NormAddsSquaresInTheOrderThatItSays) {
     Draw draw(1);
     for (const Dtype dtype : {Dtype::bf16, Dtype::f16, Dtype::f32}) {
         const std::int64_t widest = max_norm_width(dtype);  // a thread has 8 units then
-        for (const std::int64_t width : {std::int64_t{8}, std::int64_t{136}, widest / 8, widest / 4 - 8, widest / 2 - 24, widest}) {
+        for (const std::int64_t width :
+             {std::int64_t{8}, std::int64_t{136}, widest / 8, widest / 4 - 8, widest / 2 - 24, widest}) {
             const std::int64_t tokens = width == widest ? 2 : 5;
             const Tensor x = draw.tensor(tokens, width, dtype, 8), gamma = draw.tensor(1, width, dtype);
             Tensor y = poisoned(tokens, width, dtype);
@@ -125,8 +126,8 @@ TEST(Kernels, NormAddsSquaresInTheOrderThatItSays) {
     }
 }
 
-/// mfma_tile.cuh: a wave adds its blocks, in each the units that a row's lanes have between them, half by half; then waves in
-/// order.
+/// mfma_tile.cuh: a wave adds its blocks, in each the units that a row's lanes have between them, half by half; then waves
+/// in order.
 float product_element(const Tensor& a, const Tensor& w, std::int64_t m, std::int64_t n, std::int64_t latent) {
     const int waves = cta_threads(8 * static_cast<int>(wave_size)) / static_cast<int>(wave_size);
     constexpr int at_once = static_cast<int>(wave_size) / 16;
@@ -156,7 +157,8 @@ TEST(Kernels, ProjectionAddsInTheOrderThatItSays) {
     for (const Dtype dtype : {Dtype::bf16, Dtype::f16}) {
         const Tensor w = draw.tensor(rows, latent, dtype);
         std::vector<uint4> packed(static_cast<std::size_t>(PackedLayout{rows, latent}.bytes() / 16));
-        ASSERT_EQ(pack_weights({.w = w.rows(), .rows = rows, .latent = latent, .packed = packed.data()}, nullptr), cudaSuccess);
+        ASSERT_EQ(pack_weights({.w = w.rows(), .rows = rows, .latent = latent, .packed = packed.data()}, nullptr),
+                  cudaSuccess);
         std::vector<float> scales(rows);
         for (float& s : scales) s = draw.normal();
         for (const std::int64_t tokens : {1, 7, 16, 17, 33}) {
@@ -266,8 +268,8 @@ TEST_P(ExchangesWithTheNorm, GiveTheBitsOfTheSumInRankOrderAndThenTheNorm) {
     });
     for (const Call& call : calls) {
         const std::string what = std::to_string(call.tokens) + " tokens";
-        const Tensor latents = normalised_row_by_row(sum_of(call.routed, call.tokens, latent, dtype), gamma, call.tokens,
-                                                     latent, dtype, 1e-3F);
+        const Tensor latents =
+            normalised_row_by_row(sum_of(call.routed, call.tokens, latent, dtype), gamma, call.tokens, latent, dtype, 1e-3F);
         const Tensor columns = sum_of(call.shared, call.tokens, own * world, dtype);
         for (int rank = 0; rank < world; ++rank) {
             const auto r = static_cast<std::size_t>(rank);
@@ -345,14 +347,14 @@ TEST(Kernels, RowsAreWidenedExactly) {
     }
     const auto check = [&](const Tensor& from, Dtype dtype, Dtype to) {
         std::vector<std::byte> y(static_cast<std::size_t>(tokens * width) * bytes_of(to));
-        on_one_gpu([&](cudaStream_t stream) {
-            return widen_rows(from.rows(), dtype, y.data(), to, tokens, width, stream);
-        });
+        on_one_gpu([&](cudaStream_t stream) { return widen_rows(from.rows(), dtype, y.data(), to, tokens, width, stream); });
         for (std::int64_t m = 0; m < tokens; ++m) {
             for (std::int64_t n = 0; n < width; ++n) {
                 const float found = load_element(y.data(), to, m * width + n), expected = from.at(m, n);
-                if (std::isnan(expected) ? !std::isnan(found) : std::bit_cast<std::uint32_t>(found) != std::bit_cast<std::uint32_t>(expected))
-                    ADD_FAILURE() << latent_moe::name(dtype) << " to " << latent_moe::name(to) << ", element " << n << ": " << found << ", expected " << expected;
+                if (std::isnan(expected) ? !std::isnan(found)
+                                         : std::bit_cast<std::uint32_t>(found) != std::bit_cast<std::uint32_t>(expected))
+                    ADD_FAILURE() << latent_moe::name(dtype) << " to " << latent_moe::name(to) << ", element " << n << ": "
+                                  << found << ", expected " << expected;
             }
         }
     };
