@@ -39,7 +39,8 @@ Gpus::Gpus(int world, const Shape& shape, const Wires& wires, Grid grid, std::in
       fused_(windows(0, fused_tail_region_bytes(fused_shape_))) {
     for (int r = 0; r < world; ++r) {
         for (Windows* each : {&main_, &side_}) check(reset_bulk(each->base(r), bulk_, nullptr), "reset of bulk");
-        check(reset_fused_tail(static_cast<std::byte*>(fused_.base(r)) + control_bytes, nullptr, fused_shape_, nullptr), "reset");
+        check(reset_fused_tail(static_cast<std::byte*>(fused_.base(r)) + control_bytes, nullptr, fused_shape_, nullptr),
+              "reset");
         const GpuPackedLayer::Wish wish{.own = OwnColumns(shape.hidden, world).of(r), .whole = true, .plain = true};
         const std::int64_t rows = block_tokens_;
         ranks_.push_back(std::make_unique<Rank>(

@@ -409,6 +409,7 @@ void play(Lane& wave, const std::vector<std::unique_ptr<Lane>>& lanes) {
 }  // namespace
 
 void run(int world, Grid largest, const std::function<void(int rank, Stream& stream)>& program) {
+    if (largest.threads % wave_size != 0) throw std::logic_error("the emulated GPU's CTAs have waves that are not whole");
     std::vector<std::unique_ptr<Rank>> ranks;
     for (int r = 0; r < world; ++r) ranks.push_back(std::make_unique<Rank>(largest));
     const std::size_t of_rank = largest.ctas * largest.threads;

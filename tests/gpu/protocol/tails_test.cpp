@@ -171,7 +171,7 @@ TEST_P(TailsOnEmulatedGpus, GiveTheBitsOfTheCpuTailsWhereAllSumsAreExact) {
     // A lane's CTAs that wait for peers, the one for the headers among them. Two rows of float32 share a CTA of four waves.
     emulated::Grid grid{c.world <= 4 ? 3U : 2U, (c.dtype == Dtype::f32 ? 4 : 2) * wave_size};
     if (way == "in_two_stages") wires.one_stage_bytes = 0;
-    if (way == "in_bulk") wires.bulk_from_bytes = wires.one_stage_bytes = 0, grid = {2, 4 * wave_size + 32};
+    if (way == "in_bulk") wires.bulk_from_bytes = wires.one_stage_bytes = 0, grid = {2, 5 * wave_size};
 
     Draw draw(static_cast<unsigned>(c.world));
     const Layer layer = make_layer(c.world, c.norm, c.dtype, draw);
