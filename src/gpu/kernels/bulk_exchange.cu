@@ -244,12 +244,14 @@ struct BulkCta {
 
     LATENT_MOE_DEVICE void receive_rows(int thread) const {
         std::uint32_t digest = 0, chunks = 0;
+        // Own rows in place are where they belong: the pushers are reading them.
+        const bool in_place = at(p.y, p.first[rank], 0) == at(p.x, 0, 0);
         const auto store = [&](int source, const std::uint32_t(&units)[received_at_once], const uint4(&v)[received_at_once],
                                int count) {
 #pragma unroll
             for (int u = 0; u < received_at_once; ++u) {
                 if (u >= count) continue;
-                store16(at(p.y, p.first[source], units[u]), v[u]);
+                if (!(in_place && source == rank)) store16(at(p.y, p.first[source], units[u]), v[u]);
                 digest += digest_of(v[u], p.first[source] * p.row_units + units[u]);
             }
         };
