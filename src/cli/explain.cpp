@@ -69,11 +69,14 @@ MachineKind find_machine(const std::string& asked) {
 
 /// Plans of a context that nobody makes, on a machine that need not be here.
 Result predict(const Problem& problem, const MachineKind& kind) {
-    const Capabilities capabilities{.machine = kind.of(problem.world),
-                                    .weight_element_bytes = static_cast<double>(bytes_of(problem.shape.activations)),
-                                    .fused = kind.fused && problem.world > 1,
-                                    .fused_reason = "this machine has no fused kernel",
-                                    .whole_weights = problem.options.keep_whole_weights || problem.world == 1};
+    const Capabilities capabilities{
+        .machine = kind.of(problem.world),
+        .weight_element_bytes = static_cast<double>(bytes_of(problem.shape.activations)),
+        .fused = kind.fused && problem.world > 1,
+        .fused_reason = "this machine has no fused kernel",
+        .one_stage_bytes = kind.one_stage_bytes[problem.world <= 4 ? 0 : 1],
+        .not_captured_reason = problem.options.custom_all_reduce ? std::string() : kind.not_captured_reason,
+        .whole_weights = problem.options.keep_whole_weights || problem.world == 1};
     const Planner planner(problem.shape, problem.world, problem.options, capabilities);
     Result result{.backend = {}, .keeps_whole = problem.options.keep_whole_weights, .predicted_for = kind};
     for (const std::int64_t tokens : problem.tokens) result.plans.push_back(planner.plan(tokens));

@@ -78,10 +78,16 @@ MachineKind amd(const char* name, const char* device, const Sheet& sheet) {
                         .collective_us = 8,
                         .reached = {.contention = of_h200.contention, .gathering = of_h200.gathering}},
             .link_bytes_per_us = link,
-            .linked_ranks = peers + 1};
+            .linked_ranks = peers + 1,
+            .one_stage_bytes = {amd_one_stage_bytes(4), amd_one_stage_bytes(8)},
+            .not_captured_reason = amd_collectives_not_captured};
 }
 
 }  // namespace
+
+std::int64_t amd_one_stage_bytes(int world) {
+    return world <= 4 ? std::int64_t{256} << 10 : std::int64_t{128} << 10;
+}
 
 const std::vector<MachineKind>& known_devices() {
     static const std::vector<MachineKind> known = {h200(),

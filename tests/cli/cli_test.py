@@ -518,6 +518,13 @@ class Results(Case):
                 for each in found["predictions"]:
                     self.assertEqual(list(each["us"]), TAILS)
                     self.assertLess(each["us_starting_early"]["fused"], each["us"]["fused"] + 1e-9)
+        # With the gates of AMD's devices: one stage ends at 128 KB of latents beyond 4 ranks; the library's collectives are not captured.
+        refusals = lambda *arguments: {row["tokens"]: {each["tail"]: each["reason"] for each in row["refused"]} for row in self.result(
+            "explain", "--model", "kimi-k3", "--machine", "mi300x", "--tokens", "18,19", "--keep-whole-weights", *arguments)["rows"]}
+        self.assertNotIn("fused", refusals("--tp", 8)[18])
+        self.assertIn("one stage", refusals("--tp", 8)[19]["fused"])
+        self.assertNotIn("fused", refusals("--tp", 4)[19])
+        self.assertIn("captured", refusals("--tp", 8, "--captured", "--no-custom-all-reduce")[18]["overlap"])
         one, other = predicted("h200", 2)["predictions"], predicted("h200", 8)["predictions"]
         self.assertGreater(one[0]["us"]["fused"], other[0]["us"]["fused"])  # an eighth of the weights a rank, not half
         self.refuse(2, ["h300"], "explain", *SMALL, "--machine", "h300")
@@ -544,6 +551,11 @@ class Results(Case):
 
     def soak(self, *arguments):
         return json.loads(self.succeed("soak", *arguments, "--backend", "cpu", "--json", "-"))
+
+    def test_soak_where_the_device_is_missing_is_no_failed_check(self):
+        here = {each["name"] for each in json.loads(self.succeed("info", "--json", "-"))["backends"] if each["available"]}
+        for backend in {"cuda", "hip"} - here:
+            self.refuse(3, [backend], "soak", "--calls", 3, "--tp", 2, "--backend", backend)
 
     def test_soak_makes_the_calls_of_its_seed(self):
         soak = self.soak("--calls", 96, "--seed", 7)

@@ -31,7 +31,7 @@ const char* kind_of(const std::string& architecture) {
 
 const char* const backend_name = "hip";
 const bool one_stage_bounds_fused = true;
-const char* const collectives_not_captured = "its collectives go through RCCL, which has not been seen captured yet";
+const char* const collectives_not_captured = amd_collectives_not_captured;
 
 std::string why_no_device() {
     if (const std::string missing = hip_library_missing(); !missing.empty())
@@ -74,9 +74,8 @@ std::string why_not_fused(int device) {
                        fmt::join(fused_tail_architectures, ", "));
 }
 
-/// To start with; `tune` is to find better ones.
 std::int64_t one_stage_bytes(int world) {
-    return world <= 4 ? std::int64_t{256} << 10 : std::int64_t{128} << 10;
+    return amd_one_stage_bytes(world);
 }
 
 Machine cost_constants(int device, int sharing, int world) {
