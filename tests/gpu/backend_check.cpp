@@ -25,12 +25,16 @@
 #include "core/synthetic.h"
 #include "gpu/runtime/resources.h"
 #include "latent_moe/latent_moe.h"
+#include "ranks.h"
 #ifdef LATENT_MOE_CHECK_MPI
 #include "latent_moe/mpi.h"
 #endif
 
 using namespace latent_moe;
 using gpu::check;
+using test::devices;
+using test::meet;
+using test::same_everywhere;
 
 namespace {
 
@@ -103,16 +107,6 @@ std::uint64_t hash_of(const std::vector<std::byte>& bytes) {
     std::uint64_t hash = 0xcbf29ce484222325U;
     for (const std::byte b : bytes) hash = (hash ^ static_cast<std::uint64_t>(b)) * 0x100000001b3U;
     return hash;
-}
-
-bool same_everywhere(const Bootstrap& boot, std::uint64_t value) {
-    std::vector<std::uint64_t> all(static_cast<std::size_t>(boot.world));
-    boot.all_gather_bytes(&value, all.data(), sizeof value);
-    return std::ranges::all_of(all, [&](std::uint64_t other) { return other == all.front(); });
-}
-
-void meet(const Bootstrap& boot) {
-    static_cast<void>(same_everywhere(boot, 0));
 }
 
 /// W_up of one layer, on the host.
@@ -229,12 +223,6 @@ struct Shared {
     std::map<std::string, Outcome> outcomes;  // by tail; rank 0 writes
     std::vector<Weights> weights;
 };
-
-int devices() {
-    int count = 0;
-    check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
-    return count;
-}
 
 void check_rank(const Case& c, const Bootstrap& boot, Shared& shared) {
     const gpu::CurrentDevice device(boot.rank % devices());

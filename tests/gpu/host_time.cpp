@@ -15,26 +15,17 @@
 #include "gpu/kernels/kernels.h"
 #include "gpu/runtime/resources.h"
 #include "latent_moe/latent_moe.h"
+#include "ranks.h"
 
 using namespace latent_moe;
 using gpu::check;
+using test::devices;
+using test::meet;
 
 namespace {
 
 constexpr int burst = 20;   // calls that are enqueued in a row: no queue is full
 constexpr int bursts = 50;  // the median counts
-
-int devices() {
-    int count = 0;
-    check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
-    return count;
-}
-
-void meet(const Bootstrap& boot) {
-    const char one = 1;
-    std::vector<char> all(static_cast<std::size_t>(boot.world));
-    boot.all_gather_bytes(&one, all.data(), 1);
-}
 
 std::vector<std::int64_t> numbers(const std::string& text) {
     std::vector<std::int64_t> found;

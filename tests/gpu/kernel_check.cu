@@ -9,7 +9,6 @@
 //     default: check faults time. cuBLASLt is compared with if libcublasLt.so.13 is in the library path.
 //
 // Exit status 0: everything that was asked for passed. The last lines are a short table.
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <chrono>
@@ -22,10 +21,10 @@
 #include <string>
 #include <vector>
 
-#include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "cublas_lt.h"
 #include "gpu/kernels/kernels.h"
 #include "gpu/kernels/packed_layout.h"
 #include "gpu/primitives/copy.h"
@@ -870,40 +869,10 @@ void time_chain() {
     expect(g.faults().empty(), "chain: %s", g.faults().c_str());
 }
 
-/// cuBLASLt, loaded at run time: the fastest of its candidates, measured cold like everything else.
-struct Cublas {
-    void* library = nullptr;
-    cublasLtHandle_t handle{};
-    decltype(&cublasLtCreate) create{};
-    decltype(&cublasLtMatmul) matmul{};
-    decltype(&cublasLtMatmulDescCreate) desc{};
-    decltype(&cublasLtMatmulDescSetAttribute) set_desc{};
-    decltype(&cublasLtMatrixLayoutCreate) layout{};
-    decltype(&cublasLtMatmulPreferenceCreate) preference{};
-    decltype(&cublasLtMatmulPreferenceSetAttribute) set_preference{};
-    decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic{};
-
-    Cublas() {
-        library = dlopen("libcublasLt.so.13", RTLD_NOW | RTLD_LOCAL);
-        if (!library) {
-            std::printf("cuBLASLt: %s\n", dlerror());
-            return;
-        }
-        const auto load = [&](auto& f, const char* symbol) {
-            f = reinterpret_cast<std::decay_t<decltype(f)>>(dlsym(library, symbol));
-        };
-        load(create, "cublasLtCreate"), load(matmul, "cublasLtMatmul"), load(desc, "cublasLtMatmulDescCreate");
-        load(set_desc, "cublasLtMatmulDescSetAttribute"), load(layout, "cublasLtMatrixLayoutCreate");
-        load(preference, "cublasLtMatmulPreferenceCreate"), load(set_preference, "cublasLtMatmulPreferenceSetAttribute");
-        load(heuristic, "cublasLtMatmulAlgoGetHeuristic");
-        create(&handle);
-    }
-};
-
 void time_projection() {
     Group g(1, Dtype::bf16, 128);
     CUDA(cudaSetDevice(0));
-    Cublas lt;
+    const test::CublasLt lt;  // the fastest of its candidates, measured cold like everything else
     row("projection C += A W^T, us a call, bf16, 12 or more cold weight sets in one graph; dep: dependent launch; stream: "
         "bulk-copy read of the same bytes (best chunk)");
     row("%5s %5s %5s | %8s %8s %9s | %8s %8s %8s | %8s %8s | %7s %7s", "M", "N", "K", "ours dep", "ours", "portable",

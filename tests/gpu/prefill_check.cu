@@ -9,7 +9,6 @@
 //
 // Exit status 0: everything that was asked for passed. cuBLASLt is compared with if libcublasLt.so.13 is in the library
 // path.
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <chrono>
@@ -23,9 +22,9 @@
 #include <thread>
 #include <vector>
 
-#include <cublasLt.h>
 #include <cuda_bf16.h>
 
+#include "cublas_lt.h"
 #include "gpu/kernels/kernels.h"
 #include "gpu/kernels/packed_layout.h"
 #include "gpu/kernels/tile_projection.h"
@@ -314,35 +313,9 @@ double time_layers(int layers, cudaStream_t s, const std::function<void(int)>& b
     return all[all.size() / 2];
 }
 
-/// cuBLASLt, loaded at run time: the fastest of its candidates.
-struct Cublas {
-    void* library = nullptr;
-    cublasLtHandle_t handle{};
-    decltype(&cublasLtCreate) create{};
-    decltype(&cublasLtMatmul) matmul{};
-    decltype(&cublasLtMatmulDescCreate) desc{};
-    decltype(&cublasLtMatmulDescSetAttribute) set_desc{};
-    decltype(&cublasLtMatrixLayoutCreate) layout{};
-    decltype(&cublasLtMatmulPreferenceCreate) preference{};
-    decltype(&cublasLtMatmulPreferenceSetAttribute) set_preference{};
-    decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic{};
+/// The fastest of its candidates.
+struct Cublas : test::CublasLt {
     Buffer workspace{32 << 20};
-
-    Cublas() {
-        library = dlopen("libcublasLt.so.13", RTLD_NOW | RTLD_LOCAL);
-        if (!library) {
-            std::printf("cuBLASLt: %s\n", dlerror());
-            return;
-        }
-        const auto load = [&](auto& f, const char* symbol) {
-            f = reinterpret_cast<std::decay_t<decltype(f)>>(dlsym(library, symbol));
-        };
-        load(create, "cublasLtCreate"), load(matmul, "cublasLtMatmul"), load(desc, "cublasLtMatmulDescCreate");
-        load(set_desc, "cublasLtMatmulDescSetAttribute"), load(layout, "cublasLtMatrixLayoutCreate");
-        load(preference, "cublasLtMatmulPreferenceCreate"), load(set_preference, "cublasLtMatmulPreferenceSetAttribute");
-        load(heuristic, "cublasLtMatmulAlgoGetHeuristic");
-        create(&handle);
-    }
 
     struct Product {
         cublasLtMatmulDesc_t op{};

@@ -28,10 +28,14 @@
 #include "gpu/nccl_communicator.h"
 #include "gpu/runtime/resources.h"
 #include "latent_moe/latent_moe.h"
+#include "ranks.h"
 #include "replay_kernels.h"
 
 using namespace latent_moe;
 using gpu::check;
+using test::devices;
+using test::meet;
+using test::same_everywhere;
 
 namespace {
 
@@ -57,23 +61,6 @@ struct Outcome {
     bool ranks_identical = true;
     bool first_graph_right = true;
 };
-
-int devices() {
-    int count = 0;
-    check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
-    return count;
-}
-
-template <typename T>
-bool same_everywhere(const Bootstrap& boot, T value) {
-    std::vector<T> all(static_cast<std::size_t>(boot.world));
-    boot.all_gather_bytes(&value, all.data(), sizeof value);
-    return std::ranges::all_of(all, [&](const T& other) { return other == all.front(); });
-}
-
-void meet(const Bootstrap& boot) {
-    static_cast<void>(same_everywhere(boot, 0));
-}
 
 /// All-reduces of 8 MB, one behind the other, until it goes out of scope.
 class Traffic {

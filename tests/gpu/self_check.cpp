@@ -24,9 +24,12 @@
 #include "gpu/packed_layer.h"
 #include "gpu/runtime/resources.h"
 #include "latent_moe/latent_moe.h"
+#include "ranks.h"
 
 using namespace latent_moe;
 using gpu::check;
+using test::devices;
+using test::meet;
 
 namespace {
 
@@ -47,18 +50,6 @@ void expect(bool right, const std::string& text) {
         right ? ++passed : ++failures;
     }
     if (!right) say("FAIL " + text);
-}
-
-int devices() {
-    int count = 0;
-    check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
-    return count;
-}
-
-void meet(const Bootstrap& boot) {
-    const char one = 1;
-    std::vector<char> all(static_cast<std::size_t>(boot.world));
-    boot.all_gather_bytes(&one, all.data(), 1);
 }
 
 bool any(const Bootstrap& boot, bool mine) {

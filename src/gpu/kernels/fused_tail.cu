@@ -11,6 +11,7 @@
 //                                      │             Σ squares ─▶ the cluster ──────────────┤
 //                                      │ shared_b ─▶ Σ shared ──────────────────────────────┘
 //                                      │ re-arm the slot of the call before          columns_b, as they come ─▶ out
+//   tokens (17 and more)               │ Σ · γ by way of a pool (fused_tail_pool.cuh) ─▶ shared memory, block by block
 //   protocol                           │ epoch; CTA 0: header_a ─▶ every b, header_b ─▶ checked
 // clang-format on
 //
