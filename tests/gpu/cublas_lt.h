@@ -1,4 +1,5 @@
-// cuBLASLt, loaded at run time, for rows that kernels are timed beside. Where it is missing `library` is null, and that is said.
+// cuBLASLt, loaded at run time, for rows that kernels are timed beside. Where it is missing `library` is null, and that is
+// said.
 #pragma once
 
 #include <cublasLt.h>
