@@ -220,7 +220,8 @@ __global__ void __launch_bounds__(128) bench_producer(const uint4* from_p, const
 int devices = 0;
 
 struct Knobs {
-    int early = -1, late = -1, ring = -1, prefetch = -1, pace = -1, digest = -1, rows = 0, split = 0, clusters = 0;
+    int early = -1, late = -1, ring = -1, prefetch = -1, at_once = -1, pace = -1, digest = -1, rows = 0, split = 0,
+        clusters = 0;
 } knobs;
 
 template <class T>
@@ -351,6 +352,7 @@ struct Problem {
             if (knobs.late > 0) p.in_flight_late = knobs.late;
             if (knobs.ring > 0) p.token_ring = knobs.ring;
             if (knobs.prefetch >= 0) p.prefetch_blocks = knobs.prefetch;
+            if (knobs.at_once >= 0) p.prefetch_at_once = knobs.at_once;
             if (knobs.pace >= 0) p.prefetch_clocks = knobs.pace;
             if (knobs.digest >= 0) p.digest = knobs.digest != 0;
             if (knobs.rows > 0) p.rows = knobs.rows, p.split = knobs.split, p.clusters = knobs.clusters;
@@ -958,8 +960,8 @@ int main(int argc, char** argv) {
         };
         number("replays=", replays), number("layers=", bench_layers), number("early=", knobs.early),
             number("late=", knobs.late);
-        number("ring=", knobs.ring), number("prefetch=", knobs.prefetch), number("pace=", knobs.pace),
-            number("digest=", knobs.digest);
+        number("ring=", knobs.ring), number("prefetch=", knobs.prefetch), number("at-once=", knobs.at_once),
+            number("pace=", knobs.pace), number("digest=", knobs.digest);
         if (a.rfind("plan=", 0) == 0) std::sscanf(a.c_str(), "plan=%d,%d,%d", &knobs.rows, &knobs.split, &knobs.clusters);
         if (a.rfind("shape=", 0) == 0) std::sscanf(a.c_str(), "shape=%ld,%ld,%ld", &shape[0], &shape[1], &shape[2]);
         if (a.rfind("tokens=", 0) == 0) {

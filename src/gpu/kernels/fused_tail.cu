@@ -66,10 +66,16 @@ __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__
         cluster::wait();  // barriers are there
         dependency_wait();
         const State state = load_state(p);
-        if (lane == 0) stream_tokens(cta, state);
+        stream_tokens(cta, state, lane);
     } else if (warp >= Tile::math_warps) {
         cluster::arrive_relaxed();
-        Gather<Cta<Tile>>(cta, thread - Tile::math_threads).run();
+        Gather<Cta<Tile>>(cta, thread - Tile::math_threads).run([&](const Slot<Cta<Tile>>& slot) {
+            if constexpr (Math<Cta<Tile>>::shared_out) {
+                Math<Cta<Tile>>(cta, thread, warp).help_to_finish(slot);
+            } else {
+                arrive_threads_of(shared_ready, Tile::math_threads + Tile::gather_threads);
+            }
+        });
     } else {
         Math<Cta<Tile>> math(cta, thread, warp);
         if (warp == 0) math.make_barriers(lane);
@@ -233,8 +239,9 @@ bool cut(const FusedTailShape& shape, const FusedTailPlan& plan, const Compiled&
     const std::int64_t shared_sums = std::int64_t{4} * tiles_of_cluster * tile.tokens * tile.rows / plan.split;
     const std::int64_t block_squares = tile.pooled ? 0 : round_up(std::int64_t{4} * tile.tokens * p.block_stride, 16);
     const int all_blocks = tiles_of_cluster * p.block_stride;
-    p.token_ring = tile.pooled ? std::clamp(plan.token_ring, 2, std::min(fused::max_token_ring, std::max(2, all_blocks)))
-                               : p.block_stride;
+    const int most_places =
+        std::min({max_token_ring, tile.gather_threads / 32 - warps_for_squares, std::max(2, all_blocks)});
+    p.token_ring = tile.pooled ? std::clamp(plan.token_ring, 2, most_places) : p.block_stride;
     const std::int64_t others = std::int64_t{p.token_ring} * tile.token_bytes + tile.parts_bytes + shared_sums +
                                 round_up(std::int64_t{4} * plan.split * tile.tokens, 16) + block_squares + at_ring;
     const std::int64_t fits = (max_shared_bytes - others) / tile.weight_bytes;
@@ -243,6 +250,7 @@ bool cut(const FusedTailShape& shape, const FusedTailPlan& plan, const Compiled&
     p.in_flight_early = std::clamp(plan.in_flight_early, 1, p.ring);
     p.in_flight_late = std::clamp(plan.in_flight_late, p.in_flight_early, p.ring);
     p.prefetch_blocks = std::max(plan.prefetch_blocks, 0), p.prefetch_clocks = plan.prefetch_clocks;
+    p.prefetch_at_once = plan.prefetch_at_once;
 
     p.at.tokens = at_ring + p.ring * tile.weight_bytes;
     p.at.parts = p.at.tokens + p.token_ring * tile.token_bytes;

@@ -44,6 +44,7 @@ struct FusedTailPlan {
     int in_flight_early = 3;    ///< bulk copies of weights in flight a CTA, until the latents are there,
     int in_flight_late = 8;     ///< and after
     int prefetch_blocks = 24;   ///< of weights that shared memory does not hold, into L2, at most,
+    int prefetch_at_once = 3;   ///< all at once if there are no more,
     int prefetch_clocks = 700;  ///< one in so many clocks
     bool digest = true;         ///< of the latents, for the next call's header; the same on every rank
 };

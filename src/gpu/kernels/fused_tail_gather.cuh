@@ -264,21 +264,33 @@ struct Gather {
 
     // ---- 1. and 2. by way of the pool
 
-    /// The warp that adds up squares: the last to be given rows of the pool and of Σ shared to sum.
-    static constexpr int pool_warp = threads / 64 - 1;
-
-    LATENT_MOE_DEVICE std::uint32_t fill_pool(const State& state, const Slot<Cta>& slot) {
-        constexpr int warps = threads / 32;
-        const int warp = thread / 32, lane = thread % 32;
-        const int turn = warp == pool_warp ? warps - 1 : warp > pool_warp ? warp - 1 : warp;
-        const int of_row = cta.split() * p.pool_items, items = p.tokens * of_row;
+    /// Its items, of which the first is known, and its γ there, before there is anything to sum.
+    struct PoolFiller {
+        int item, end;
+        PoolItem first;
+        uint4 gamma;
+    };
+    LATENT_MOE_DEVICE uint4 gamma_of(const PoolItem& item) const {
+        if (!p.gamma || item.unit >= p.latent_units) return make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80);
+        return load16(p.gamma + item.unit * 16);
+    }
+    LATENT_MOE_DEVICE PoolFiller filler() const {
+        const int items = p.tokens * cta.split() * p.pool_items;
         const int share = (items + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
-        const int begin = static_cast<int>(blockIdx.x) * share, end = min(begin + share, items);
+        const int begin = static_cast<int>(blockIdx.x) * share, item = begin + thread / 32;
+        PoolFiller f{item, min(begin + share, items), {}, {}};
+        if (item < f.end) f.first = pool_item(cta, item), f.gamma = gamma_of(f.first);
+        return f;
+    }
+
+    LATENT_MOE_DEVICE std::uint32_t fill_pool(const State& state, const Slot<Cta>& slot, const PoolFiller& filler) {
+        const int lane = thread % 32;
         uint4* const pool = pool_of(p, state.slot);
         std::uint32_t digest = 0;
+        PoolItem item = filler.first;
+        uint4 gamma = filler.gamma;
 #pragma unroll 1
-        for (int i = begin + turn; i < end; i += warps) {
-            const PoolItem item = pool_item(cta, i);
+        for (int i = filler.item; i < filler.end;) {
             const bool exists = item.unit < item.end, is_inside = exists && item.unit < p.latent_units;
             uint4 x{};
             if (is_inside) {
@@ -297,22 +309,23 @@ struct Gather {
                 }
             }
             stamp<Tile>(p, latents_came, thread == 0);
-            float squares = squares_of(x);
             if (exists) {
-                const uint4 gamma = is_inside && p.gamma ? load16(p.gamma + item.unit * 16)
-                                                         : make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80);
                 const uint4 product = U::canonical(multiply_bf16(x, gamma));
                 const auto t = static_cast<std::uint32_t>(item.token), u = static_cast<std::uint32_t>(item.unit);
                 store_relaxed<Scope::device>(pool + (u >> 3) * (pool_block_bytes / 16) + t * 8 + ((u ^ t) & 7), product);
                 if (p.digest && is_inside) digest += digest_of(product, item.token * p.latent_units + item.unit);
             }
+            __syncwarp();
+            if (lane == 0) add_relaxed<Scope::device>(pool_count(p, state, item.part), 1u);
+            float squares = squares_of(x);
 #pragma unroll
             for (int other = 1; other < 32; other *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, other);
             if (lane == 0) {
                 store_relaxed<Scope::device>(pool_squares_of(p, state.slot) + item.token * p.pool_squares_row + item.of_row,
                                              as_bits(squares));
-                add_relaxed<Scope::device>(pool_count(p, state, item.part), 1u);
             }
+            i += threads / 32;
+            if (i < filler.end) item = pool_item(cta, i), gamma = gamma_of(item);
         }
         stamp<Tile>(p, latents_done, thread == 0);
         return digest;
@@ -381,23 +394,31 @@ struct Gather {
             store_shared(to, make_float4(sum[0], sum[1], sum[2], sum[3]));
             store_shared(to + 16, make_float4(sum[4], sum[5], sum[6], sum[7]));
         }
-        __syncwarp();
-        arrive_threads_of(shared_ready, Tile::math_threads + threads);
     }
 
-    LATENT_MOE_DEVICE void run() {
+    /// `announce_and_finish` announces Σ shared and the squares; it may take part in what the math warps then do.
+    template <class AnnounceAndFinish>
+    LATENT_MOE_DEVICE void run(AnnounceAndFinish announce_and_finish) {
         if constexpr (Tile::pooled) {
+            const PoolFiller items = filler();
             dependency_wait();
             stamp<Tile>(p, predecessor_over, thread == 0);
             const State state = load_state(p);
             if (p.release && thread == 0) release_dependents();
             const Slot<Cta> slot(cta, state.slot);
             const uint4 own = first_own_shared();
-            const std::uint32_t digest = fill_pool(state, slot);
+            const std::uint32_t digest = fill_pool(state, slot, items);
             cluster::wait();
-            inspect_tokens(cta, state, thread / 32, threads / 32, thread % 32);
-            if (p.rms_norm && thread / 32 == pool_warp) add_up_squares(cta, state, thread % 32);
             gather_shared(slot, own);
+            const int warp = thread / 32, inspecting = inspectors(p, threads / 32) * p.token_ring;
+            if (warp < inspecting) {
+                inspect_tokens(cta, state, warp, threads / 32, thread % 32);
+            } else if (p.rms_norm) {
+                add_up_squares(cta, state, warp - inspecting, threads / 32 - inspecting, thread % 32);
+            }
+            __syncwarp();
+            stamp<Tile>(p, shared_done, thread == 0);
+            announce_and_finish(slot);
             if (p.digest) add_digest(p, state, digest);
             sync_threads_of(squares_ready, threads + 32);  // the epoch is there
             finish_call(state, slot);
@@ -416,12 +437,14 @@ struct Gather {
             const uint4 own = first_own_shared();
             send_squares();
             gather_shared(slot, own);
+            __syncwarp();
+            stamp<Tile>(p, shared_done, thread == 0);
+            announce_and_finish(slot);
             finish_call(state, slot);
         }
     }
 
     LATENT_MOE_DEVICE void finish_call(const State& state, const Slot<Cta>& slot) {
-        stamp<Tile>(p, shared_done, thread == 0);
         if (p.pool) rearm_pool(p, state, threads - 1 - thread, threads);
         rearm(cta, state, threads - 1 - thread, threads);  // other warps first than those that wait for columns
         gather_columns(cta, slot, wait, thread, threads);

@@ -67,77 +67,101 @@ struct Math {
         return Tile::math_warps * Tile::fragment_data_bytes;
     }
 
-    // ---- publishing: the first half of the threads the latents, the second half (a little less urgent) the shared slices.
-    // Each CTA has a contiguous range of each.
+    // ---- publishing. Each CTA has a contiguous range of the latents and of the shared slices. With few tokens one half of
+    // the threads sends those and the other these; with many, all send latents first, because the link is what they wait
+    // for.
 
-    static constexpr int publish_at_once = Tile::tokens <= 32 ? 1 : Tile::tokens / 32;
+    static constexpr int publish_at_once = Tile::pooled && Tile::tokens > 64 ? 2 : 1;
 
     struct Parcel {
         const uint4* from;    ///< null: none
         std::uint32_t place;  ///< unit in the box
         int peer;             ///< of a shared slice
     };
-    LATENT_MOE_DEVICE bool publishes_latents() const {
-        return warp < Tile::math_warps / 2;
-    }
 
-    LATENT_MOE_DEVICE Parcel parcel(std::uint32_t i, std::uint32_t end) const {
-        if (i >= end) return {nullptr, 0, 0};
-        if (publishes_latents()) return {p.routed.at(i / p.latent_units, i % p.latent_units), i, 0};
-        int peer = 1 - p.rank;
-        if constexpr (!Cta::pair) {
-            const std::uint32_t of_peer = p.tokens * p.column_units;
-            peer = static_cast<int>(i / of_peer) + p.rank + 1, i %= of_peer;
-            if (peer >= cta.world()) peer -= cta.world();
-        }
-        return {p.shared.at(i / p.column_units, peer * p.column_units + i % p.column_units), i, peer};
-    }
-    LATENT_MOE_DEVICE void send(const Slot<Cta>& slot, const Parcel& parcel, uint4 value) const {
-        if (!parcel.from) return;
-        value = U::canonical(value);
-        if (publishes_latents()) {
-            for_each_peer(cta, [&](int peer) { store_relaxed(slot.latents_to(peer) + parcel.place, value); });
-        } else {
-            store_relaxed(slot.shared_to(parcel.peer) + parcel.place, value);
-        }
-    }
-
-    /// Waits for the predecessor. Returns the state of the calls.
-    LATENT_MOE_DEVICE State publish() const {
-        const int peers = cta.world() - 1;
-        const std::uint32_t all = publishes_latents() ? (peers > 0 ? p.tokens * p.latent_units : 0)
-                                                      : (p.exchange_shared ? p.tokens * p.column_units * peers : 0);
-        const std::uint32_t share = (all + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
-        const std::uint32_t end = min(begin + share, all);
-        constexpr int half = threads / 2;
-        std::uint32_t i = begin + thread % half;
+    struct Publisher {
+        const Cta& cta;
+        const Params& p;
+        const bool latents;
+        const std::uint32_t step;
+        std::uint32_t next, end;
         Parcel parcels[publish_at_once];
         uint4 values[publish_at_once];
-        const auto locate = [&] {
+
+        LATENT_MOE_DEVICE Publisher(const Cta& c, bool of_latents, int thread, int threads)
+            : cta(c), p(c.p), latents(of_latents), step(threads) {
+            const int peers = cta.world() - 1;
+            const std::uint32_t all = latents ? (peers > 0 ? p.tokens * p.latent_units : 0)
+                                              : (p.exchange_shared ? p.tokens * p.column_units * peers : 0);
+            const std::uint32_t share = (all + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
+            next = begin + thread, end = min(begin + share, all);
+            locate();
+        }
+        LATENT_MOE_DEVICE Parcel parcel(std::uint32_t i) const {
+            if (i >= end) return {nullptr, 0, 0};
+            if (latents) return {p.routed.at(i / p.latent_units, i % p.latent_units), i, 0};
+            int peer = 1 - p.rank;
+            if constexpr (!Cta::pair) {
+                const std::uint32_t of_peer = p.tokens * p.column_units;
+                peer = static_cast<int>(i / of_peer) + p.rank + 1, i %= of_peer;
+                if (peer >= cta.world()) peer -= cta.world();
+            }
+            return {p.shared.at(i / p.column_units, peer * p.column_units + i % p.column_units), i, peer};
+        }
+        LATENT_MOE_DEVICE void locate() {
 #pragma unroll
-            for (int k = 0; k < publish_at_once; ++k) parcels[k] = parcel(i + k * half, end);
-        };
-        const auto load = [&] {
+            for (int k = 0; k < publish_at_once; ++k) parcels[k] = parcel(next + k * step);
+        }
+        /// After `dependency_wait`.
+        LATENT_MOE_DEVICE void load() {
 #pragma unroll
             for (int k = 0; k < publish_at_once; ++k) {
                 if (parcels[k].from) values[k] = load_relaxed<Scope::device>(parcels[k].from);
             }
-        };
-        locate();
-        dependency_wait();
-        load();
-        const State state = load_state(p);
-        const Slot<Cta> slot(cta, state.slot);
-#pragma unroll 1
-        while (true) {
-#pragma unroll
-            for (int k = 0; k < publish_at_once; ++k) send(slot, parcels[k], values[k]);
-            i += half * publish_at_once;
-            if (i >= end) break;
-            locate(), load();
         }
-        stamp<Tile>(p, published, thread == 0);
-        return state;
+        LATENT_MOE_DEVICE void send(const Slot<Cta>& slot, const Parcel& parcel, uint4 value) const {
+            if (!parcel.from) return;
+            value = U::canonical(value);
+            if (latents) {
+                for_each_peer(cta, [&](int peer) { store_relaxed(slot.latents_to(peer) + parcel.place, value); });
+            } else {
+                store_relaxed(slot.shared_to(parcel.peer) + parcel.place, value);
+            }
+        }
+        /// What was loaded, and all the rest.
+        LATENT_MOE_DEVICE void send_all(const Slot<Cta>& slot) {
+#pragma unroll 1
+            while (true) {
+#pragma unroll
+                for (int k = 0; k < publish_at_once; ++k) send(slot, parcels[k], values[k]);
+                next += step * publish_at_once;
+                if (next >= end) break;
+                locate(), load();
+            }
+        }
+    };
+
+    /// Waits for the predecessor. Returns the state of the calls.
+    LATENT_MOE_DEVICE State publish() const {
+        if constexpr (Tile::pooled) {
+            Publisher latents(cta, true, thread, threads), shared(cta, false, thread, threads);
+            dependency_wait();
+            latents.load(), shared.load();
+            const State state = load_state(p);
+            const Slot<Cta> slot(cta, state.slot);
+            latents.send_all(slot);
+            stamp<Tile>(p, published, thread == 0);
+            shared.send_all(slot);
+            return state;
+        } else {
+            Publisher half(cta, warp < Tile::math_warps / 2, thread % (threads / 2), threads / 2);
+            dependency_wait();
+            half.load();
+            const State state = load_state(p);
+            half.send_all(Slot<Cta>(cta, state.slot));
+            stamp<Tile>(p, published, thread == 0);
+            return state;
+        }
     }
 
     // ---- the product
@@ -237,7 +261,10 @@ struct Math {
 
     // ---- the columns. An item is a token and a few columns: with few tokens two, so that all threads have some.
 
-    static constexpr int item_columns = Tile::tokens <= 16 ? 2 : 8;
+    static constexpr int item_columns = Tile::tokens <= 16 ? 2 : 4;
+    /// The gathering warps take some, too: where there are many, and one tile.
+    static constexpr bool shared_out = Tile::pooled && Cta::known.turns == 1;
+    static constexpr int finishing_threads = threads + (shared_out ? Tile::gather_threads : 0);
     static constexpr int item_words = item_columns / 2;
     static constexpr int items_of_unit = 8 / item_columns;
 
@@ -248,20 +275,20 @@ struct Math {
         if constexpr (item_words == 1) {
             return {load_relaxed<Scope::device>(from)};
         } else {
-            const uint4 v = load_relaxed<Scope::device>(reinterpret_cast<const uint4*>(from));
-            return {v.x, v.y, v.z, v.w};
+            const uint2 v = load_relaxed<Scope::device>(reinterpret_cast<const uint2*>(from));
+            return {v.x, v.y};
         }
     }
     LATENT_MOE_DEVICE static void store(std::uint32_t* to, const Words& v) {  // maybe a peer's
         if constexpr (item_words == 1) {
             store_relaxed(to, v.at[0]);
         } else {
-            store_relaxed(reinterpret_cast<uint4*>(to), make_uint4(v.at[0], v.at[1], v.at[2], v.at[3]));
+            store_relaxed(reinterpret_cast<uint2*>(to), make_uint2(v.at[0], v.at[1]));
         }
     }
 
     LATENT_MOE_DEVICE int items_log2() const {
-        return cta.units_log2() + (items_of_unit == 4 ? 2 : 0);
+        return cta.units_log2() + (items_of_unit == 4 ? 2 : 1);
     }  ///< of a token
     LATENT_MOE_DEVICE int item_count() const {
         return p.tokens << items_log2();
@@ -322,7 +349,7 @@ struct Math {
     LATENT_MOE_DEVICE void finish(const Slot<Cta>& slot, int turn, const Item& first, const Words& first_prefix) const {
         using E = Element<Dtype::bf16>;
 #pragma unroll 1
-        for (int index = thread; index < item_count(); index += threads) {
+        for (int index = thread; index < item_count(); index += finishing_threads) {
             const Item i = index == thread ? first : item(cta.tile(turn), index);
             if (!i.exists) continue;
             const Words prefix = index == thread ? first_prefix : prefix_of(i);
@@ -357,6 +384,15 @@ struct Math {
             });
             store(word_of(p.out, i), result);
         }
+    }
+
+    /// By the gathering warps, which come after the first `threads`, once Σ shared and the squares are there.
+    LATENT_MOE_DEVICE void help_to_finish(const Slot<Cta>& slot) const {
+        const Item first = item(cta.tile(0), thread);
+        const Words prefix = prefix_of(first);
+        sync_threads_of(shared_ready, threads + Tile::gather_threads);
+        wait_locally(cta.bar(Barriers::received), 0);
+        finish(slot, 0, first, prefix);
     }
 
     LATENT_MOE_DEVICE void run() {

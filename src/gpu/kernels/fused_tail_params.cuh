@@ -117,6 +117,7 @@ inline constexpr int max_passes = 8;
 /// is room whatever the tile; a sum of squares that has not come (a NaN that no arithmetic gives).
 inline constexpr int pool_item_units = 32;
 inline constexpr int most_pooled_rows = 128;
+inline constexpr int warps_for_squares = 3;  ///< at least
 inline constexpr int pool_block_bytes = most_pooled_rows * PackedLayout::row_bytes;
 inline constexpr std::uint32_t no_square = 0xffffffff;
 
@@ -127,7 +128,7 @@ struct Params {
     int tokens;
     int blocks;  ///< of 64 columns of W
     int tiles, clusters, split_log2;
-    int ring, token_ring, in_flight_early, in_flight_late, prefetch_blocks, prefetch_clocks;
+    int ring, token_ring, in_flight_early, in_flight_late, prefetch_blocks, prefetch_at_once, prefetch_clocks;
     int latent_units;    ///< L / 8
     int column_units;    ///< H / world / 8
     int block_stride;    ///< most blocks of a CTA

@@ -31,6 +31,10 @@ struct PoolItem {
     int of_row;     ///< its number in the row
     int unit, end;  ///< this lane's unit of the row, and the end of the part
 };
+LATENT_MOE_DEVICE int round_up_to(int n, int multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
+
 template <class Cta>
 LATENT_MOE_DEVICE PoolItem pool_item(const Cta& cta, int item) {
     const Params& p = cta.p;
@@ -46,49 +50,59 @@ LATENT_MOE_DEVICE std::uint32_t* pool_count(const Params& p, const State& state,
 
 /// One warp: this CTA's K, block by block into the ring; again for every tile of the cluster.
 template <class Cta>
-LATENT_MOE_DEVICE void stream_tokens(const Cta& cta, const State& state) {
+LATENT_MOE_DEVICE void stream_tokens(const Cta& cta, const State& state, int lane) {
     using Tile = typename Cta::Tile;
     const Params& p = cta.p;
     const auto* from =
         reinterpret_cast<const char*>(pool_of(p, state.slot)) + std::int64_t{cta.first_block} * pool_block_bytes;
     const int row_bytes = p.tokens * PackedLayout::row_bytes;
-    const auto all = static_cast<std::uint32_t>(p.tokens * p.pool_items);
-    const std::uint32_t* count = pool_count(p, state, cta.part);
-    wait_locally([&] { return load_relaxed<Scope::device>(count) == all; });
-    store_shared(cta.bar(Barriers::latent_ready), 1);
-    stamp<Tile>(p, last_latents_done, true);
-    int place = 0, round = 0, block = 0;
-#pragma unroll 1
-    for (int i = 0; i < cta.turns() * cta.blocks; ++i) {
-        if (round > 0) wait_locally(cta.bar(Barriers::token_empty, place), (round - 1) & 1);
+    const auto issue = [&](int place, int block) {
         const std::uint32_t bar = cta.bar(Barriers::token_full, place);
         mbarrier::expect(bar, row_bytes);
         bulk_copy(cta.memory + p.at.tokens + place * Tile::token_bytes, from + block * pool_block_bytes, row_bytes, bar,
                   evict_normal);
+    };
+    if (lane == 0) {
+        const auto all = static_cast<std::uint32_t>(p.tokens * p.pool_items);
+        const std::uint32_t* count = pool_count(p, state, cta.part);
+        wait_locally([&] { return load_relaxed<Scope::device>(count) == all; });
+        store_shared(cta.bar(Barriers::latent_ready), 1);
+        stamp<Tile>(p, last_latents_done, true);
+    }
+    __syncwarp();
+    const int total = cta.turns() * cta.blocks, at_first = min(p.token_ring, cta.blocks);
+    if (lane < at_first) issue(lane, lane);  // all at once: one after the other, each takes a while to leave
+    if (lane != 0) return;
+    int place = at_first % p.token_ring, round = at_first / p.token_ring, block = at_first % cta.blocks;
+#pragma unroll 1
+    for (int i = at_first; i < total; ++i) {
+        if (round > 0) wait_locally(cta.bar(Barriers::token_empty, place), (round - 1) & 1);
+        issue(place, block);
         if (++block == cta.blocks) block = 0;
         if (++place == p.token_ring) place = 0, ++round;
     }
 }
 
-/// Warps that look at one place of the ring. A place has its warps for good: they must see each of its rounds.
+/// Of `warps` warps, how many look at one place of the ring. A place has its warps for good: they must see each of its
+/// rounds. Some warps are left for the squares.
 LATENT_MOE_DEVICE int inspectors(const Params& p, int warps) {
-    return max(1, warps / p.token_ring);
+    return max(1, (warps - warps_for_squares) / p.token_ring);
 }
 
-/// By `warps` warps, before the first tile is multiplied: every word of every block, as it lands. What was copied too early
-/// is put right.
+/// By the first of `warps` warps, before the first tile is multiplied: every word of every block, as it lands. What was
+/// copied too early is put right.
 template <class Cta>
 LATENT_MOE_DEVICE void inspect_tokens(const Cta& cta, const State& state, int warp, int warps, int lane) {
     using Tile = typename Cta::Tile;
     const Params& p = cta.p;
-    const int of_place = inspectors(p, warps), first = of_place > 1 ? warp / of_place : warp;
+    const int of_place = inspectors(p, warps), own_place = warp / of_place;
     const int begin = lane + warp % of_place * 32, step = of_place * 32;
     int next_place = 0, next_round = 0;
 #pragma unroll 1
     for (int block = 0; block < cta.blocks; ++block) {
         const int place = next_place, round = next_round;
         if (++next_place == p.token_ring) next_place = 0, ++next_round;
-        if ((of_place > 1 ? place : place % warps) != first) continue;
+        if (place != own_place) continue;
         const std::uint32_t at = cta.memory + p.at.tokens + place * Tile::token_bytes;
         wait_locally(cta.bar(Barriers::token_full, place), round & 1);
         bool missing = false;
@@ -110,38 +124,49 @@ LATENT_MOE_DEVICE void inspect_tokens(const Cta& cta, const State& state, int wa
     }
 }
 
-/// By one warp: the rows' sums of squares, for this CTA's own columns.
+/// By `warps` warps: the rows' sums of squares, for this CTA's own columns. Some lanes share a row; a tree adds up what they
+/// have, the same one always.
 template <class Cta>
-LATENT_MOE_DEVICE void add_up_squares(const Cta& cta, const State& state, int lane) {
+LATENT_MOE_DEVICE void add_up_squares(const Cta& cta, const State& state, int warp, int warps, int lane) {
     const Params& p = cta.p;
+    constexpr int at_once = 4;
     const int of_row = cta.split() * p.pool_items;
-    constexpr int at_once = 16;
+    int lanes = 1;
+    while (lanes < of_row && lanes < 32) lanes *= 2;
+    const int rows = 32 / lanes, own = lane & (lanes - 1);
 #pragma unroll 1
-    for (int m = lane; m < p.tokens; m += 32) {
-        const std::uint32_t* from = pool_squares_of(p, state.slot) + m * p.pool_squares_row;
-        float sum = 0;
+    for (int first = warp * rows * at_once + lane / lanes; __any_sync(0xffffffffu, first < p.tokens);
+         first += warps * rows * at_once) {
+        float sums[at_once] = {};
 #pragma unroll 1
-        for (int first = 0; first < of_row; first += at_once) {
+        for (int i = own; i < round_up_to(of_row, lanes); i += lanes) {
             std::uint32_t bits[at_once];
             wait_locally([&] {
-#pragma unroll
-                for (int i = 0; i < at_once; i += 4) {
-                    uint4 v{};
-                    if (first + i < of_row)
-                        v = load_relaxed<Scope::device>(reinterpret_cast<const uint4*>(from + first + i));
-                    bits[i] = v.x, bits[i + 1] = v.y, bits[i + 2] = v.z, bits[i + 3] = v.w;
-                }
                 bool there = true;
 #pragma unroll
-                for (int i = 0; i < at_once; ++i) there &= first + i >= of_row || bits[i] != no_square;
+                for (int k = 0; k < at_once; ++k) {
+                    const int row = first + k * rows;
+                    bits[k] = 0;
+                    if (row < p.tokens && i < of_row)
+                        bits[k] = load_relaxed<Scope::device>(pool_squares_of(p, state.slot) + row * p.pool_squares_row + i);
+                    there &= bits[k] != no_square;
+                }
                 return there;
             });
+            __syncwarp();
 #pragma unroll
-            for (int i = 0; i < at_once; ++i) {
-                if (first + i < of_row) sum += as_float(bits[i]);
+            for (int k = 0; k < at_once; ++k) {
+                float sum = as_float(bits[k]);
+#pragma unroll 1
+                for (int other = 1; other < lanes; other *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+                sums[k] += sum;
             }
         }
-        store_shared(cta.memory + p.at.squares + m * 4, sum);
+#pragma unroll
+        for (int k = 0; k < at_once; ++k) {
+            const int row = first + k * rows;
+            if (own == 0 && row < p.tokens) store_shared(cta.memory + p.at.squares + row * 4, sums[k]);
+        }
     }
 }
 

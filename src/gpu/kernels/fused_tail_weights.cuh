@@ -92,6 +92,11 @@ LATENT_MOE_DEVICE void stream_weights(const Cta& cta, int lane) {
                 asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
                 ahead = i, last_ahead = min(total, i + p.prefetch_blocks);
                 tile_ahead = tile, block_ahead = block;
+                // The last few at once: nothing comes after them that they could delay.
+                if (total - i <= p.prefetch_at_once) {
+#pragma unroll 1
+                    while (ahead < last_ahead) prefetch();
+                }
             }
             if (turn > 0) {
                 wait_locally([&] {
