@@ -11,6 +11,7 @@
 #include "context/backends.h"
 #include "context/context_access.h"
 #include "core/numeric.h"
+#include "core/tune_table.h"
 #include "cpu/cpu_backend.h"
 #include "latent_moe/status.h"
 
@@ -170,8 +171,10 @@ RankBench::Buffers RankBench::make_buffers(Memory& memory) {
     } else {
         buffers.sets.emplace_back(memory, own_.sets.front());
     }
+    std::vector<std::int64_t> timed = problem_.tokens;
+    for (const std::int64_t tokens : untried_tokens(problem_.tokens, arguments_.verify)) timed.push_back(tokens);
     int sets = 1;
-    for (const std::int64_t tokens : problem_.tokens) sets = std::max(sets, sets_for(tokens));
+    for (const std::int64_t tokens : timed) sets = std::max(sets, sets_for(tokens));
     while (std::ssize(buffers.sets) < sets) {
         RankInputs copy(memory, buffers.sets.front());
         buffers.sets.push_back(std::move(copy));
@@ -202,7 +205,7 @@ void RankBench::enqueue_producer(InputState state, Buffers& buffers, int set, st
 
 template <typename Run>
 Turns RankBench::passes(InputState state, Buffers& buffers, std::int64_t tokens, Run run) {
-    const int sets = sets_for(tokens);
+    const int sets = std::min(sets_for(tokens), static_cast<int>(std::ssize(buffers.sets)));
     Turns turns;
     for (int turn = 0; turn < std::min(sets, least_input_sets); ++turn) {
         turns.emplace_back([this, &buffers, state, tokens, sets, turn, run] {
