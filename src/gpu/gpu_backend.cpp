@@ -184,6 +184,7 @@ public:
         side_.emplace(shape_, rank(), world(), lane_parts(side_lane, grids));
         together(bootstrap_, "loading of kernels", [&] {
             warm_up(shape_, main_->parts(), own_rows_.count, records_->record(FaultRecords::loading), setup_stream_.get());
+            if (nccl_exchange_ != nullptr) nccl_exchange_->connect(setup_stream_.get());
             if (options_.deferred_finalize) load_combining_kernel();
         });
     }

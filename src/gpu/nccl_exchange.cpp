@@ -61,6 +61,24 @@ void NcclExchange::acquire_workspace() {
     if (received_.get() == nullptr) received_ = DeviceMemory(rows * row, "NCCL staging");
 }
 
+void NcclExchange::connect(cudaStream_t stream) {
+    check(cudaMemsetAsync(staging_.get(), 0, staging_.bytes(), stream), "cudaMemsetAsync");
+    const std::int64_t width = std::max(shape_.hidden, shape_.latent);
+    const Matrix all{staging_.get(), block_tokens_, width, width, shape_.activations};
+    std::array<TokenRange, max_world> parts;
+    const std::span<const TokenRange> own(parts.data(), static_cast<std::size_t>(world_));
+    for (std::int64_t rows = 1; rows > 0; rows = rows < block_tokens_ ? std::min(16 * rows, block_tokens_) : 0) {
+        const Matrix some = all.row_range(0, rows);
+        all_reduce(some, some, stream);
+        for (int rank = 0; rank < world_; ++rank) parts[static_cast<std::size_t>(rank)] = even_part(rows, world_, rank);
+        const TokenRange mine = own[static_cast<std::size_t>(rank_)];
+        const Matrix sum = some.row_range(mine.first, mine.count);
+        reduce_scatter(some, own, sum, stream);
+        all_gather(sum, own, some, stream);
+    }
+    check(cudaStreamSynchronize(stream), "NCCL's first collectives");
+}
+
 void NcclExchange::release_workspace() noexcept {
     staging_ = {};
     received_ = {};
