@@ -52,7 +52,7 @@ using U = Unit<Dtype::bf16>;
 constexpr int ring_rows = 256, parts = 4;  // of a tile: 64 rows each
 
 constexpr int pushing_warps = 8, pushers = 32 * pushing_warps;  // of a carrier; its next warp announces
-constexpr int pushed_at_once = 8, copied_at_once = 4;
+constexpr int pushed_at_once = 8;
 constexpr int pushers_barrier = 1;
 constexpr int most_senders = 2 * max_grid;
 constexpr int staged_units = 32;                             ///< a lane's, of one helper: 16 KB a warp
@@ -189,14 +189,25 @@ struct Tail {
 
     template <class Word, class Whom>
     LATENT_MOE_DEVICE bool wait_for(std::uint32_t count, std::uint64_t wanted, Phase phase, Word word, Whom whom) const {
+        constexpr int at_once = 4;
         Wait wait(p.exchange, call.epoch);
-        for (std::uint32_t i = threadIdx.x % wave_size; i < count; i += wave_size) {
-            const std::uint64_t* const at = word(i);
-            while (at != nullptr) {
-                const std::uint64_t found = load_relaxed(at);
-                if (found >> 32 == wanted >> 32 && static_cast<std::uint32_t>(found) >= static_cast<std::uint32_t>(wanted))
-                    break;
-                if (wait.over(whom(i), phase)) break;
+        const auto reached = [&](std::uint64_t found) {
+            return found >> 32 == wanted >> 32 && static_cast<std::uint32_t>(found) >= static_cast<std::uint32_t>(wanted);
+        };
+        for (std::uint32_t i = threadIdx.x % wave_size; i < count; i += at_once * wave_size) {
+            const std::uint64_t* at[at_once];
+            std::uint64_t found[at_once];
+#pragma unroll
+            for (int k = 0; k < at_once; ++k) {
+                at[k] = i + k * wave_size < count ? word(i + k * wave_size) : nullptr;
+                found[k] = at[k] != nullptr ? load_relaxed(at[k]) : wanted;
+            }
+#pragma unroll
+            for (int k = 0; k < at_once; ++k) {
+                while (!reached(found[k])) {
+                    if (wait.over(whom(i + k * wave_size), phase)) break;
+                    found[k] = load_relaxed(at[k]);
+                }
             }
         }
         fence<Scope::system>();
@@ -332,35 +343,39 @@ struct Tail {
 
     // ---- outputs
 
-    /// Copies 64 rows of a column tile that `owner` finished; by a warp. False: it gave up.
+    /// Copies 64 rows of a column tile that `owner` finished; by a warp, through its part of shared memory, so that much is
+    /// on its way at once. False: it gave up.
     template <int tile_columns>
-    LATENT_MOE_DEVICE bool copy_part(int owner, std::uint32_t block, std::uint32_t part, int lane,
+    LATENT_MOE_DEVICE bool copy_part(int owner, std::uint32_t block, std::uint32_t part, int lane, std::uint32_t staging,
                                      std::uint32_t& digest) const {
+        constexpr std::uint32_t width = tile_columns / U::size, rows_at_once = wave_size / width;  // 16 or 32 units
+        constexpr std::uint32_t turns = staged_units;  // of a warp, each 32 units: whole rows, or one
         const std::uint32_t before = part % parts * 64, there = rows(owner, block);
-        const std::uint32_t column = part / parts * (tile_columns / U::size);
         if (before >= there) return true;
-        const std::uint32_t count = min(64u, there - before), width = min(tile_columns / U::size, p.hidden_units - column);
+        const std::uint32_t count = min(64u, there - before), unit = part / parts * width + lane % width;
         if (!wait_for(
                 1, told(block), Phase::gather, [&](std::uint32_t) { return finished(rank(), block, owner, part); },
                 [&](std::uint32_t) { return owner; })) {
             return false;
         }
-        const uint4* const from = out_box(rank(), owner, block) + before * p.hidden_units + column;
+        const bool inside = unit < p.hidden_units;
         const std::uint32_t to_row = first_row(owner, block) + before;
-        for (std::uint32_t i = lane; i < count * width; i += wave_size * copied_at_once) {
-            uint4 v[copied_at_once];
-#pragma unroll
-            for (int u = 0; u < copied_at_once; ++u) {
-                const std::uint32_t unit = i + u * wave_size;
-                if (unit < count * width) v[u] = load_past_l1(from + unit / width * p.hidden_units + unit % width);
+        const uint4* const from = out_box(rank(), owner, block) + before * p.hidden_units + unit;
+        for (std::uint32_t first = lane / width; first < 64; first += turns * rows_at_once) {
+#pragma unroll 4
+            for (std::uint32_t u = 0; u < turns; ++u) {
+                const std::uint32_t row = first + u * rows_at_once;
+                if (inside && row < count) copy16_async(staging + (u * wave_size + lane) * 16, from + row * p.hidden_units);
             }
-#pragma unroll
-            for (int u = 0; u < copied_at_once; ++u) {
-                const std::uint32_t unit = i + u * wave_size;
-                if (unit >= count * width) continue;
-                const std::uint32_t row = to_row + unit / width, at = column + unit % width;
-                store16(p.out.at(row, at), v[u]);
-                digest += digest_of(v[u], row * p.hidden_units + at);
+            copies_commit();
+            copies_wait<0>();
+#pragma unroll 4
+            for (std::uint32_t u = 0; u < turns; ++u) {
+                const std::uint32_t row = first + u * rows_at_once;
+                if (!inside || row >= count) continue;
+                const uint4 v = load_shared<uint4>(staging + (u * wave_size + lane) * 16);
+                store16(p.out.at(to_row + row, unit), v);
+                digest += digest_of(v, (to_row + row) * p.hidden_units + unit);
             }
         }
         return true;
@@ -435,7 +450,7 @@ LATENT_MOE_DEVICE void prefetch_addends(const Tail& t, std::uint32_t block, std:
                         width = min(tile_columns / U::size, p.hidden_units - unit);
     const std::uint32_t end = min(128u * (cta + 1), t.rows(t.rank(), block));
     for (std::uint32_t row = 128 * cta + lane; row < end; row += wave_size) {
-        bulk_prefetch(from.at(first + row, unit), static_cast<int>(width * 16));
+        for (std::uint32_t u = 0; u < width; u += 8) prefetch_l2(from.at(first + row, unit + u));
     }
 }
 
@@ -512,26 +527,31 @@ LATENT_MOE_DEVICE bool normalise_blocks(const Tail& t, std::uint32_t from, std::
     return true;
 }
 
+/// The blocks whose places are waited for by their owners, by the helper that does nothing else; the last ones by both.
 template <int tile_columns>
-LATENT_MOE_DEVICE void copy_outputs(const Tail& t, std::uint32_t column_tiles, int lane) {
-    const std::uint32_t worker = t.multiplier(), workers = t.multipliers(), jobs = column_tiles * parts;
+LATENT_MOE_DEVICE void copy_outputs(const Tail& t, int helper, std::uint32_t column_tiles, int lane, std::uint32_t staging) {
+    const std::uint32_t jobs = column_tiles * parts;
     std::uint32_t digest = 0;
-    std::uint32_t job = worker;  // the parts of all blocks are dealt out in one round
-    for (std::uint32_t block = 0; block < t.most_blocks(); ++block) {
-        for (int k = 1, owner = t.rank(); k < t.world(); ++k) {
-            owner = owner + 1 == t.world() ? 0 : owner + 1;
-            if (block >= t.blocks(owner)) continue;
-            for (; job < jobs; job += workers) {
-                if (!t.copy_part<tile_columns>(owner, block, job, lane, digest)) return;
+    for (int last = helper == 1 ? 0 : 1; last < 2; ++last) {
+        const std::uint32_t worker = t.multiplier() + (last ? helper * t.multipliers() : 0);
+        const std::uint32_t workers = t.multipliers() * (last ? 2 : 1);
+        std::uint32_t job = worker;  // the parts of all blocks are dealt out in one round
+        for (std::uint32_t block = 0; block < t.most_blocks(); ++block) {
+            for (int k = 1, owner = t.rank(); k < t.world(); ++k) {
+                owner = owner + 1 == t.world() ? 0 : owner + 1;
+                if (block >= t.blocks(owner) || (block + t.p.depth >= t.blocks(owner)) != (last == 1)) continue;
+                for (; job < jobs; job += workers) {
+                    if (!t.copy_part<tile_columns>(owner, block, job, lane, staging, digest)) return;
+                }
+                job -= jobs;
+                if (last) continue;
+                sync_wave();
+                if (lane == 0) {
+                    fence<Scope::system>();
+                    store_relaxed(t.copied(owner, block, t.rank(), worker), t.told(block));
+                }
+                sync_wave();
             }
-            job -= jobs;
-            if (block + t.p.depth >= t.blocks(owner)) continue;  // nobody waits for this place again
-            sync_wave();
-            if (lane == 0) {
-                fence<Scope::system>();
-                store_relaxed(t.copied(owner, block, t.rank(), worker), t.told(block));
-            }
-            sync_wave();
         }
     }
     add_to_digest(t.p.exchange, t.call, digest);
@@ -543,6 +563,7 @@ LATENT_MOE_DEVICE void help(const Tail& t, int helper, std::uint32_t column_tile
                             std::uint32_t staging) {
     const std::uint32_t own_blocks = t.blocks(t.rank()), first = min(t.p.ahead, own_blocks);
     const std::uint32_t workers = t.multipliers(), parts_of_block = column_tiles * parts;
+    for (std::uint32_t u = lane * 8; t.p.gamma && u < t.p.latent_units; u += 8 * wave_size) prefetch_l1(t.p.gamma + u);
     bool well = t.peers() == 0 || send_first_latents(t, helper, lane);
     std::uint32_t from = 0, to = first, worker = t.multiplier() + helper * workers, of = 2 * workers;
     for (int turn = 0; turn < 2 - helper && well; ++turn) {  // the first blocks both, the others one
@@ -550,7 +571,7 @@ LATENT_MOE_DEVICE void help(const Tail& t, int helper, std::uint32_t column_tile
         from = first, to = own_blocks, worker = t.multiplier(), of = workers;
     }
     if (!well) gave_up = true;
-    if (well && helper == 1 && t.p.gather && t.peers() > 0) copy_outputs<tile_columns>(t, column_tiles, lane);
+    if (well && t.p.gather && t.peers() > 0) copy_outputs<tile_columns>(t, helper, column_tiles, lane, staging);
 }
 
 /// Rows of a block as one thread of an epilogue sees them: from its first column in the tile. Offsets fit 32 bits.
@@ -781,7 +802,7 @@ TokenParallelPlan plan_token_parallel_tail(const TokenParallelShape& shape, std:
         const std::int64_t tiles = blocks * ((shape.hidden + columns - 1) / columns);
         return (tiles + std::max(pairs(), 1) - 1) / std::max(pairs(), 1);
     };
-    plan.tile_columns = waves(128) < 2 * waves(256) ? 128 : 256;
+    plan.tile_columns = 57 * waves(128) < 100 * waves(256) ? 128 : 256;  // what a wave of either was measured to take
     const int column_tiles = static_cast<int>((shape.hidden + plan.tile_columns - 1) / plan.tile_columns);
     plan.ahead = std::min({shape.depth, (pairs() + column_tiles - 1) / column_tiles, blocks});
     return plan;

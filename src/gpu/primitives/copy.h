@@ -168,6 +168,15 @@ LATENT_MOE_DEVICE void bulk_prefetch(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
+/// The 128 bytes around an address, by the thread itself: a small bulk prefetch keeps the copy engine as long as a large
+/// one.
+LATENT_MOE_DEVICE void prefetch_l2(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+LATENT_MOE_DEVICE void prefetch_l1(const void* from) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(from) : "memory");
+}
+
 /// A box of a 2-d tensor (tensor_map.h) at `column`, `row`, to this CTA's shared memory; the barrier counts the whole box,
 /// what lies outside the tensor arrives as zeros.
 LATENT_MOE_DEVICE void tensor_copy(std::uint32_t to, const void* map, int column, int row, std::uint32_t bar) {
