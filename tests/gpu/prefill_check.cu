@@ -30,11 +30,6 @@
 #include "gpu/kernels/tile_projection.h"
 #include "gpu/kernels/token_parallel_tail.h"
 
-#ifdef PF_STAMPS
-namespace latent_moe::gpu {
-void pf_read(int device, unsigned long long* to);
-}
-#endif
 using namespace latent_moe;
 using namespace latent_moe::gpu;
 
@@ -740,41 +735,6 @@ void check_faults(int world) {
 }
 
 /// One rank: the whole kernel beside cuBLASLt and a norm. What the exchange costs cannot be seen on one GPU.
-#ifdef PF_STAMPS
-void show_stamps(const char* what, int device, int carriers) {
-    static unsigned long long all[132][12][64];
-    CUDA(cudaDeviceSynchronize());
-    pf_read(device, &all[0][0][0]);
-    unsigned long long zero = ~0ULL;
-    for (int c = 0; c < 132; ++c) zero = std::min(zero, all[c][0][0] ? all[c][0][0] : zero);
-    const auto row = [&](const char* name, int kind, int from, int to) {
-        std::printf("  %-22s", name);
-        for (int i = 0; i < 16; ++i) {
-            double sum = 0, most = 0;
-            int n = 0;
-            for (int c = from; c < to; ++c) {
-                if (all[c][kind][i] < zero) continue;
-                const double us = static_cast<double>(all[c][kind][i] - zero) / 1000;
-                if (us > 5000) continue;
-                sum += us, most = std::max(most, us), ++n;
-            }
-            if (n) std::printf(" %5.1f/%5.1f", sum / n, most);
-        }
-        std::printf("\n");
-    };
-    std::printf("%s, device %d: mean/latest us\n", what, device);
-    row("began", 0, 0, 132);
-    row("tile wanted", 1, carriers, 132), row("rows there", 2, carriers, 132), row("multiplied", 3, carriers, 132);
-    row("epilogue may", 4, carriers, 132), row("epilogue done", 5, carriers, 132);
-    row("norm block wanted", 6, carriers, 132), row("partials there/pushed", 7, carriers, 132),
-        row("place free/group norm", 8, carriers, 132), row("normalised", 9, carriers, 132);
-    row("helpers done", 10, carriers, 132), row("copied", 11, carriers, 132);
-    if (carriers) {
-        row("push latents from", 1, 0, carriers), row("pushed", 2, 0, carriers), row("push shared from", 3, 0, carriers),
-            row("pushed", 4, 0, carriers);
-    }
-}
-#endif
 void time_tail() {
     const Cublas lt;
     constexpr int layers = 6;
@@ -813,11 +773,7 @@ void time_tail() {
                 product(q, l);
             });
         }
-        const double few = ours(118), many = ours(132);
-        std::printf("%6ld | %8.2f %8.2f | %8.2f | %8.2f\n", static_cast<long>(m), many, few, both, alone);
-#ifdef PF_STAMPS
-        show_stamps("one rank", 0, 0);
-#endif
+        std::printf("%6ld | %8.2f %8.2f | %8.2f | %8.2f\n", static_cast<long>(m), ours(132), ours(118), both, alone);
     }
     expect(g.faults().empty(), "%s", g.faults().c_str());
 }
@@ -882,9 +838,6 @@ void time_ranks(int world) {
             "%d ranks on %d GPUs, K3, M %5ld: %8.2f us a call (least %.2f; grid %d, carriers %d, tiles of %d, ahead %d)\n",
             world, std::min(devices, world), static_cast<long>(m), all[all.size() / 2], all[0], plan.grid, plan.carriers,
             plan.tile_columns, plan.ahead);
-#ifdef PF_STAMPS
-        for (int d = 0; d < 1; ++d) show_stamps("two ranks", d, plan.carriers);
-#endif
     }
     expect(g.faults().empty(), "%s", g.faults().c_str());
     g.run({.tokens = 8192}, "after timing");

@@ -37,8 +37,8 @@ cudaError_t reset_token_parallel_tail(void* region, void* workspace, const Token
 struct TokenParallelPlan {
     int grid = 0;          ///< CTAs, all resident at once with those of the ranks that share the GPU
     int carriers = 0;      ///< of these, the first: they send partials; the others multiply
-    int tile_columns = 0;  ///< 128 or 256
     int ahead = 0;         ///< blocks of an owner, from the first, whose latents all CTAs send
+    int tile_columns = 0;  ///< 128 or 256
 };
 TokenParallelPlan plan_token_parallel_tail(const TokenParallelShape& shape, std::int64_t tokens, int max_ctas);
 
