@@ -1,6 +1,8 @@
 // `explain`: which tail runs for each number of tokens, and why not the others.
 #include <fmt/format.h>
 
+#include <filesystem>
+
 #include "cli/command.h"
 #include "cli/output.h"
 #include "cli/problem.h"
@@ -15,6 +17,12 @@
 namespace latent_moe::cli {
 namespace {
 
+std::string machine_names() {
+    std::vector<std::string> names;
+    for (const MachineKind& kind : gpu::known_devices()) names.push_back(kind.name);
+    return fmt::format("{}", fmt::join(names, ", "));
+}
+
 void add_options(CLI::App& app, Arguments& arguments) {
     add_shape_options(app, arguments);
     add_rank_options(app, arguments);
@@ -22,11 +30,8 @@ void add_options(CLI::App& app, Arguments& arguments) {
     add_tail_option(app, arguments, TailChoice::Kind::automatic);
     add_context_options(app, arguments);
     add_tensor_options(app, arguments, true);
-    std::vector<std::string> names;
-    for (const MachineKind& kind : gpu::known_devices()) names.push_back(kind.name);
-    app.add_option(
-           "--machine", arguments.machine,
-           fmt::format("predict for another machine: a file of `info --measure`, or {} (this one)", fmt::join(names, ", ")))
+    app.add_option("--machine", arguments.machine,
+                   fmt::format("predict for another machine: a file of `info --measure`, or {} (this one)", machine_names()))
         ->type_name("NAME|FILE")
         ->group("Ranks and schedule");
     add_output_options(app, arguments);
@@ -64,6 +69,10 @@ Json predictions(const Problem& problem, const MachineKind& kind) {
 
 MachineKind find_machine(const std::string& asked) {
     if (std::optional<MachineKind> known = gpu::known_device(asked)) return *std::move(known);
+    if (!std::filesystem::exists(asked)) {
+        throw Error(StatusCode::invalid_argument,
+                    fmt::format("machine is {}, expected {} or a file of `info --measure`", asked, machine_names()));
+    }
     return io::read_machine(asked);
 }
 
@@ -181,6 +190,11 @@ int execute(const Arguments& arguments, Ranks& ranks) {
         if (arguments.tune_table != "auto" && arguments.tune_table != "none") {
             throw Error(StatusCode::invalid_argument,
                         "--machine predicts, and --table holds what was measured: expected one of them");
+        }
+        if (arguments.backend != "auto") {
+            throw Error(StatusCode::invalid_argument,
+                        fmt::format("backend is {}, expected none beside --machine, which is predicted and not asked",
+                                    arguments.backend));
         }
         if (!ranks.speaks()) return done;
         const Result predicted = predict(problem, find_machine(*arguments.machine));

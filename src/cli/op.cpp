@@ -11,6 +11,7 @@
 #include "cli/output.h"
 #include "cli/problem.h"
 #include "cli/rank_work.h"
+#include "context/backends.h"
 #include "core/numeric.h"
 #include "core/partition.h"
 #include "core/synthetic.h"
@@ -187,6 +188,7 @@ int execute(const Arguments& arguments, Ranks& ranks) {
                     fmt::format("op is '{}', expected {} or {}", arguments.operation, norm_operation, projection_operation));
     }
     Problem problem = make_problem(arguments, ranks, {1, 16, 64});
+    find_backend(problem.options.backend);  // what is missing is said before inputs are made
     if (!is_norm && problem.shape.hidden % problem.world != 0) {
         throw Error(StatusCode::unsupported,
                     fmt::format("hidden {} is not divisible by {} ranks, so no rank owns a column slice",

@@ -8,6 +8,7 @@
 #include "cli/output.h"
 #include "cli/problem.h"
 #include "cli/rank_work.h"
+#include "context/backends.h"
 #include "io/safetensors_writer.h"
 #include "latent_moe/status.h"
 
@@ -131,6 +132,7 @@ int execute(const Arguments& arguments, Ranks& ranks) {
         throw Error(StatusCode::invalid_argument, "run takes one --tail or auto; for several see `latent-moe verify`");
     }
     Problem problem = make_problem(arguments, ranks, {16});
+    find_backend(problem.options.backend);  // what is missing is said before inputs are made
     if (problem.tokens.size() != 1) {
         throw Error(StatusCode::invalid_argument,
                     fmt::format("run takes one number of --tokens, found {}", problem.tokens.size()));

@@ -12,6 +12,7 @@
 #include "cli/output.h"
 #include "cli/problem.h"
 #include "cli/rank_work.h"
+#include "context/backends.h"
 #include "core/float8_packing.h"
 #include "core/planner.h"
 #include "latent_moe/status.h"
@@ -185,6 +186,7 @@ Json to_json(const Problem& problem, const Result& result) {
 
 int execute(const Arguments& arguments, Ranks& ranks) {
     Problem problem = make_problem(arguments, ranks, {0, 1, 5, 8, 33});
+    find_backend(problem.options.backend);      // what is missing is said before inputs are made
     problem.options.keep_whole_weights = true;  // so that every tail can run
     problem.options.capacity_tokens = arguments.capacity.value_or(problem.options.max_tokens);
     require_run_memory(problem, true, 1);

@@ -527,7 +527,8 @@ class Results(Case):
         self.assertIn("captured", refusals("--tp", 8, "--captured", "--no-custom-all-reduce")[18]["overlap"])
         one, other = predicted("h200", 2)["predictions"], predicted("h200", 8)["predictions"]
         self.assertGreater(one[0]["us"]["fused"], other[0]["us"]["fused"])  # an eighth of the weights a rank, not half
-        self.refuse(2, ["h300"], "explain", *SMALL, "--machine", "h300")
+        self.refuse(2, ["machine is h300, expected h200, ", "info --measure"], "explain", *SMALL, "--machine", "h300")
+        self.refuse(2, ["backend is cuda", "--machine"], "explain", *SMALL, "--machine", "mi300x", "--backend", "cuda")
         self.refuse(2, ["--machine", "--table"], "explain", *SMALL, "--machine", "h200", "--table", "t.json")
         Path(self.path("broken.json")).write_text('{"schema": "latent-moe/info/1"}')
         self.refuse(2, ["broken.json", "holds no machine"], "explain", *SMALL, "--machine", self.path("broken.json"))
