@@ -64,6 +64,7 @@ struct Failure {
 /// What the processes hold between two sets; the most of all ranks.
 struct Holdings {
     std::size_t resident = 0;
+    std::size_t device = 0;  ///< bytes of a GPU's memory
     std::size_t files = 0;
     std::size_t threads = 0;
 };
@@ -94,14 +95,15 @@ std::size_t entries_of(const char* folder) {
     return count;
 }
 
-Holdings holdings_of(const Bootstrap& bootstrap) {
+Holdings holdings_of(const Bootstrap& bootstrap, Device& device) {
 #ifdef __GLIBC__
     malloc_trim(0);  // what was freed is not held, whichever thread's arena it lies in
 #endif
-    const Holdings mine{resident_bytes(), entries_of("/proc/self/fd"), entries_of("/proc/self/task")};
+    const Holdings mine{resident_bytes(), device.used_bytes(), entries_of("/proc/self/fd"), entries_of("/proc/self/task")};
     Holdings most;
     for (const Holdings& each : gathered(bootstrap, mine)) {
         most.resident = std::max(most.resident, each.resident);
+        most.device = std::max(most.device, each.device);
         most.files = std::max(most.files, each.files);
         most.threads = std::max(most.threads, each.threads);
     }
@@ -119,13 +121,13 @@ struct Seen {
 /// One rank of one set.
 class SoakRank {
 public:
-    SoakRank(const Arguments& arguments, const SoakSet& set, const Bootstrap& bootstrap, std::uint64_t first_layer)
-        : seed_(arguments.seed), set_(set), bootstrap_(bootstrap), weights_(set.shape, set.weight_dtype, arguments.seed) {
-        Options options = set.options;
-        options.backend = arguments.backend;
-        options.timeout_ms = arguments.timeout_ms;
-        options.cpu_threads = arguments.threads;
-        device_ = make_device(options, bootstrap);
+    SoakRank(const Arguments& arguments, const SoakSet& set, const Bootstrap& bootstrap, std::uint64_t first_layer,
+             const Options& options, Device& device)
+        : seed_(arguments.seed),
+          set_(set),
+          bootstrap_(bootstrap),
+          weights_(set.shape, set.weight_dtype, arguments.seed),
+          device_(&device) {
         for (int layer = 0; layer < set.layers; ++layer) layers_.push_back(static_cast<std::int64_t>(first_layer) + layer);
         for (int context = 0; context < set.contexts; ++context) {
             contexts_.push_back(Context::create(set.shape, bootstrap, options));
@@ -312,7 +314,7 @@ private:
     const Bootstrap& bootstrap_;
     WeightSource weights_;
     std::vector<std::int64_t> layers_;
-    std::unique_ptr<Device> device_;
+    Device* const device_;
     std::vector<Context> contexts_;
     std::optional<PaddedRows> routed_;
     std::optional<PaddedRows> shared_;
@@ -337,6 +339,12 @@ std::optional<std::string> growth(const std::vector<Holdings>& holdings) {
     if (resident_after > resident_before + resident_before / 10 + let_pass) {
         return fmt::format("memory grew from {} to {}", bytes_text(static_cast<double>(resident_before)),
                            bytes_text(static_cast<double>(resident_after)));
+    }
+    const std::size_t device_before = median(1, &Holdings::device);
+    const std::size_t device_after = median(3, &Holdings::device);
+    if (device_after > device_before + let_pass) {
+        return fmt::format("memory of the GPU grew from {} to {}", bytes_text(static_cast<double>(device_before)),
+                           bytes_text(static_cast<double>(device_after)));
     }
     const std::size_t files_before = median(1, &Holdings::files);
     const std::size_t files_after = median(3, &Holdings::files);
@@ -369,7 +377,10 @@ Json to_json(const Arguments& arguments, const Result& result, const std::option
     }
     if (!result.holdings.empty()) {
         const auto describe = [](const Holdings& each) {
-            return Json{{"resident_bytes", each.resident}, {"files", each.files}, {"threads", each.threads}};
+            return Json{{"resident_bytes", each.resident},
+                        {"device_bytes", each.device},
+                        {"files", each.files},
+                        {"threads", each.threads}};
         };
         json["holdings"] = {{"first_set", describe(result.holdings.front())},
                             {"middle_set", describe(result.holdings[result.holdings.size() / 2])},
@@ -391,10 +402,15 @@ void report(Output& output, const Arguments& arguments, const Result& result, co
         arguments.seed, result.backend, arguments.processes ? "processes" : "threads", result.calls, fmt::join(tails, ", "),
         result.in_halves, result.replays, result.contexts, result.suspended, result.refused, result.aborted, result.seconds);
     if (!result.holdings.empty()) {
-        output.line("resident: {} after the first set, {} after the last, {} at most",
-                    bytes_text(static_cast<double>(result.holdings.front().resident)),
-                    bytes_text(static_cast<double>(result.holdings.back().resident)),
+        const auto first_to_last = [&](auto field) {
+            const auto text = [&](const Holdings& holdings) { return bytes_text(static_cast<double>(holdings.*field)); };
+            return fmt::format("{} after the first set, {} after half of them, {} before the last",
+                               text(result.holdings.front()), text(result.holdings[result.holdings.size() / 2]),
+                               text(result.holdings.back()));
+        };
+        output.line("resident: {}, {} at most", first_to_last(&Holdings::resident),
                     bytes_text(static_cast<double>(peak_resident_bytes())));
+        if (result.holdings.front().device != 0) output.line("on the GPU: {}", first_to_last(&Holdings::device));
     }
     for (const Failure& failure : result.failures)
         output.line("FAIL: call {}: {}\n      again: {}", failure.call, failure.what, replay_command(arguments, failure));
@@ -416,6 +432,7 @@ int execute(const Arguments& arguments, Ranks& ranks) {
     ranks.set_world(arguments.tp, 2);
     const std::optional<int> world = arguments.processes || arguments.tp ? std::optional(ranks.world()) : std::nullopt;
     Result result;
+    const std::uint64_t first_set = arguments.from_call / calls_per_set;
     bool more = true;  // the same in all processes: rank 0's clock
     for (std::uint64_t call = arguments.from_call; more && call < end;) {
         const std::uint64_t number = call / calls_per_set;
@@ -425,8 +442,13 @@ int execute(const Arguments& arguments, Ranks& ranks) {
         std::uint64_t current = call;  // rank 0's
         try {
             ranks.run([&](const Bootstrap& bootstrap) {
-                const Holdings holdings = holdings_of(bootstrap);  // the set before is gone
-                SoakRank rank(arguments, set, bootstrap, number * 8);
+                Options options = set.options;
+                options.backend = arguments.backend;
+                options.timeout_ms = arguments.timeout_ms;
+                options.cpu_threads = arguments.threads;
+                const std::unique_ptr<Device> device = make_device(options, bootstrap);
+                const Holdings holdings = holdings_of(bootstrap, *device);  // the set before is gone
+                SoakRank rank(arguments, set, bootstrap, number * 8, options, *device);
                 for (std::uint64_t each = call; each < last; ++each) {
                     if (bootstrap.rank == 0) current = each;
                     rank.make_call(each, result);
@@ -436,7 +458,7 @@ int execute(const Arguments& arguments, Ranks& ranks) {
                 const bool goes_on = gathered(bootstrap, static_cast<char>(would)).front() != 0;
                 if (bootstrap.rank == 0) {
                     result.backend = rank.backend();
-                    result.holdings.push_back(holdings);
+                    if (number != first_set) result.holdings.push_back(holdings);
                 }
                 if (arguments.processes || bootstrap.rank == 0) more = goes_on;  // one writer a process
                 if (set.ends_in_abort && !arguments.processes) rank.abort_all();

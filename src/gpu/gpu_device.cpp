@@ -85,6 +85,14 @@ public:
         return std::make_unique<GpuRecording>(device_, stream_.get(), body);
     }
 
+    std::size_t used_bytes() override {
+        const CurrentDevice current(device_);
+        std::size_t free = 0;
+        std::size_t all = 0;
+        check(cudaMemGetInfo(&free, &all), "cudaMemGetInfo");
+        return all - free;
+    }
+
     bool has_producers() const noexcept override { return true; }
     void produce(Producer how, std::span<const FreshInput> inputs) override {
         if (inputs.size() > most_produced) {

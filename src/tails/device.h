@@ -62,6 +62,9 @@ public:
     /// which does not count: ranks whose work waits for each other's then begin alike, and enqueueing is not timed.
     virtual double time_us(Recording& recording) = 0;
 
+    /// Of a memory of its own, how much anybody uses; 0 where memory is the host's.
+    virtual std::size_t used_bytes() { return 0; }
+
     /// Whether `produce` can be used. It cannot where work is done when a call returns: nothing then runs in the shadow of
     /// what is in front of it, and inputs written beforehand are as good.
     virtual bool has_producers() const noexcept { return false; }

@@ -19,6 +19,7 @@
 
 #include "context/backends.h"
 #include "core/digest.h"
+#include "support/device_rows.h"
 #include "support/problem.h"
 
 using namespace latent_moe;
@@ -43,29 +44,6 @@ Holdings holdings() {
     return {pages * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)), entries("/proc/self/fd"), entries("/proc/self/task")};
 }
 
-/// Rows of a problem in the memory of a rank's device.
-class DeviceRows {
-public:
-    DeviceRows(Device& device, const test::Tensor& host) : device_(device), bytes_(host.content()) {
-        memory_ = device.allocate(bytes_.size());
-        device.upload(memory_, bytes_.data(), bytes_.size());
-    }
-    ~DeviceRows() { device_.release(memory_); }
-    DeviceRows(const DeviceRows&) = delete;
-    DeviceRows& operator=(const DeviceRows&) = delete;
-
-    void* data() const noexcept { return memory_; }
-    const std::vector<std::byte>& download() {
-        device_.download(bytes_.data(), memory_, bytes_.size());
-        return bytes_;
-    }
-
-private:
-    Device& device_;
-    std::vector<std::byte> bytes_;
-    void* memory_;
-};
-
 void require(const Status& status) {
     if (!status.ok()) throw Error(status.code(), status.message());
 }
@@ -79,9 +57,9 @@ std::uint64_t cycle(const test::Problem& problem, const std::string& backend, co
     const Layer layer = context.add_layer(7, problem.weight_view(), problem.gamma_data());
     context.seal();
     const auto rank = static_cast<std::size_t>(boot.rank);
-    const DeviceRows routed(*device, problem.routed[rank]);
-    const DeviceRows shared(*device, problem.shared[rank]);
-    DeviceRows out(*device, problem.output());
+    const test::DeviceRows routed(*device, problem.routed[rank]);
+    const test::DeviceRows shared(*device, problem.shared[rank]);
+    test::DeviceRows out(*device, problem.output());
     const TailInput input{.routed = {routed.data()}, .shared = {shared.data()}, .tokens = problem.tokens};
     // Taking memory and making a graph may wait for the device, where a peer that is ahead would wait for this rank.
     const auto meet = [&] {

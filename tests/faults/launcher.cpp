@@ -17,6 +17,7 @@
 #include <new>
 #include <set>
 #include <stdexcept>
+#include <thread>
 
 #include "faults/sockets.h"
 
@@ -29,6 +30,7 @@ constexpr std::size_t message_room = 1000;
 struct Wire {
     int code;
     double seconds;
+    double seconds_to_end;
     int files_left;
     int threads_left;
     char message[message_room];
@@ -102,17 +104,35 @@ void close_others(const Mesh& mesh, std::size_t own) {
     }
 }
 
+void meet(const Launch& launch, Shared& shared) {
+    const auto deadline = now_ns() + std::int64_t{launch.patience_ms} * 1'000'000;
+    ++shared.prepared;
+    while (shared.prepared < launch.world) {
+        if (now_ns() > deadline) throw std::runtime_error("the others are not prepared");
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+}
+
 Report run_body(const Launch& launch, Rank& rank) {
     Report report;
-    const int files = entries_of("/proc/self/fd");
-    const int threads = entries_of("/proc/self/task");
+    int files = entries_of("/proc/self/fd");
+    int threads = entries_of("/proc/self/task");
     const auto failed = [&](StatusCode code, const char* message) {
         report.code = code;
         report.message = message;
         const std::int64_t fault = rank.shared.fault_ns;
-        if (fault != 0) report.seconds = static_cast<double>(now_ns() - fault) / 1e9;
+        if (fault == 0) return;
+        const std::int64_t end = now_ns();
+        report.seconds = static_cast<double>((rank.error_ns != 0 ? rank.error_ns : end) - fault) / 1e9;
+        report.seconds_to_end = static_cast<double>(end - fault) / 1e9;
     };
     try {
+        if (launch.prepare) {
+            launch.prepare(rank);
+            meet(launch, rank.shared);
+            files = entries_of("/proc/self/fd");
+            threads = entries_of("/proc/self/task");
+        }
         launch.body(rank);
     } catch (const Error& error) {
         failed(error.code(), error.what());
@@ -132,7 +152,7 @@ Report run_body(const Launch& launch, Rank& rank) {
     const auto own = static_cast<std::size_t>(number);
     close_others(mesh, own);
     {
-        Rank rank{number, {}, shared};
+        Rank rank{.rank = number, .groups = {}, .shared = shared};
         for (const auto& group : mesh) {
             const auto sockets = std::make_shared<Sockets>(number, group[own], launch.timeout_ms);
             rank.groups.push_back(
@@ -143,7 +163,9 @@ Report run_body(const Launch& launch, Rank& rank) {
                  .local_world = launch.world});
         }
         const Report report = run_body(launch, rank);
-        Wire wire{static_cast<int>(report.code), report.seconds, report.files_left, report.threads_left, {}};
+        Wire wire{static_cast<int>(report.code), report.seconds,
+                  report.seconds_to_end,         report.files_left,
+                  report.threads_left,           {}};
         report.message.copy(wire.message, message_room - 1);
         if (::write(report_to, &wire, sizeof wire) != sizeof wire) ::_exit(3);
         char released = 0;
@@ -155,7 +177,12 @@ Report run_body(const Launch& launch, Rank& rank) {
 std::optional<Report> read_report(int from) {
     Wire wire;
     if (::read(from, &wire, sizeof wire) != sizeof wire) return std::nullopt;
-    return Report{static_cast<StatusCode>(wire.code), wire.message, wire.seconds, wire.files_left, wire.threads_left};
+    return Report{static_cast<StatusCode>(wire.code),
+                  wire.message,
+                  wire.seconds,
+                  wire.seconds_to_end,
+                  wire.files_left,
+                  wire.threads_left};
 }
 
 }  // namespace
@@ -194,9 +221,8 @@ std::vector<std::optional<Report>> launch(const Launch& launch) {
         close_others(mesh, ranks);
 
         // A stopped process says nothing and does not die: it is ended once all others have spoken.
-        constexpr int patience_ms = 60'000;
         std::vector<bool> heard(ranks);
-        const auto deadline = now_ns() + std::int64_t{patience_ms} * 1'000'000;
+        const auto deadline = now_ns() + std::int64_t{launch.patience_ms} * 1'000'000;
         for (std::size_t left = ranks; left > 0;) {
             std::vector<pollfd> waits;
             std::vector<std::size_t> of;
@@ -224,7 +250,7 @@ std::vector<std::optional<Report>> launch(const Launch& launch) {
                 if (only_stopped) break;
             }
             if (now_ns() > deadline) {
-                trouble = fmt::format("{} ranks are not done after {} s", left, patience_ms / 1000);
+                trouble = fmt::format("{} ranks are not done after {} s", left, launch.patience_ms / 1000);
                 break;
             }
         }

@@ -5,7 +5,8 @@
 //        ▲                   │ report (pipe)
 //        └───────────────────┘
 //
-// A rank that has failed stays until all have reported, so that nobody mistakes its end for the fault.
+// A rank that has failed stays until all have reported, so that nobody mistakes its end for the fault. The launcher itself
+// touches no GPU: what is forked from a process that has cannot.
 #pragma once
 
 #include <atomic>
@@ -20,9 +21,10 @@
 
 namespace latent_moe::faults {
 
-/// What the processes share: when the fault happened, on the steady clock; 0 before.
+/// What the processes share.
 struct Shared {
-    std::atomic<std::int64_t> fault_ns{0};
+    std::atomic<std::int64_t> fault_ns{0};  ///< when the fault happened, on the steady clock; 0 before
+    std::atomic<int> prepared{0};           ///< ranks that are
 };
 
 std::int64_t now_ns();
@@ -31,8 +33,9 @@ std::int64_t now_ns();
 struct Report {
     StatusCode code = StatusCode::ok;
     std::string message;
-    double seconds = 0;  ///< from the fault to the error
-    int files_left = 0;  ///< open files and threads more than before the body
+    double seconds = 0;         ///< from the fault to the error
+    double seconds_to_end = 0;  ///< and to the end of all that the rank had
+    int files_left = 0;         ///< open files and threads more than before the body
     int threads_left = 0;
 };
 
@@ -41,20 +44,24 @@ struct Rank {
     int rank;
     std::vector<Bootstrap> groups;
     Shared& shared;
+    std::int64_t error_ns = 0;  ///< when this rank learnt of it; 0: not marked
 
     /// Marks the moment of the fault.
     void fault_now() const { shared.fault_ns = now_ns(); }
+    void error_now() { error_ns = now_ns(); }
 };
 
 struct Launch {
     int world = 3;
     int groups = 1;
-    int timeout_ms = 700;  ///< of the sockets: a peer that is silent for so long is reported
+    int timeout_ms = 700;                  ///< of the sockets: a peer that is silent for so long is reported
+    int patience_ms = 60'000;              ///< with a rank that is not done
+    std::function<void(Rank&)> prepare{};  ///< what takes long once a process; all ranks wait for all in front of the body
     std::function<void(Rank&)> body;
 };
 
-/// A report for each rank, or nothing where it ended without one. Throws if a rank is not done within a minute, or if
-/// something is left: a file, a process, an entry in /dev/shm.
+/// A report for each rank, or nothing where it ended without one. Throws if a rank is not done in time, or if something is
+/// left: a file, a process, an entry in /dev/shm.
 std::vector<std::optional<Report>> launch(const Launch& launch);
 
 }  // namespace latent_moe::faults

@@ -5,15 +5,17 @@
 //          -DLATENT_MOE_FUSED_STAMPS src/gpu/kernels/fused_tail.cu tests/gpu/fused_check.cu -o fused_check      (one line)
 //     CUDA_DEVICE_MAX_CONNECTIONS=32 ./fused_check [option | mode]…     (options go before the modes that they are for)
 //
-// Modes: shapes variants extremes faults loopback; stress stress128 stress8 stress3 million hundred-thousand; bench quick
-// quick-no-norm stages.
+// Modes: shapes variants extremes faults loopback; stress stress128 stress8 stress3 million hundred-thousand; groups kimi
+// damage fifty-million; bench quick quick-no-norm stages.
 // Options: alone (times of one rank that talks to itself) replays=N layers=N early=N late=N ring=N prefetch=N digest=0|1
-// shape=H,L,R tokens=M,M,… plan=rows,split,clusters.
+// shape=H,L,R tokens=M,M,… plan=rows,split,clusters; of groups, kimi and damage: calls=N groups=N
+// ctas=N.
 //
 // How: each row of the output depends on its own row of inputs alone, and its bits on the plan. So a pool of input rows is
 // run once through every plan and compared with float64 (`golden`); from then on calls of any mix of rows are compared with
 // it bit for bit, on the device, after every call.
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstdarg>
@@ -23,6 +25,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <cuda_bf16.h>
@@ -146,6 +149,8 @@ __global__ void reference_columns(const double* x, const bf16* w, Pointers share
     if (lane == 0) atomicAdd(error_and_size, error), atomicAdd(error_and_size + 1, size);
 }
 
+constexpr int pool = 128;  ///< rows of inputs
+
 // ---- a call's surroundings on the device
 
 /// Which row of the pool a call's row is.
@@ -200,6 +205,70 @@ __global__ void __launch_bounds__(256)
 __global__ void advance(unsigned* step) {
     ++*step;
 }
+
+/// A call with rows of its own: what stands between two rounds of calls looks at those of the last and makes those of the
+/// next.
+struct OwnRows {
+    int tokens, rows_of_out;  ///< of the output; what is behind `tokens` must stay as it was
+    unsigned key;             ///< of the drawing of its rows
+    const uint4* golden;
+    uint4 *routed, *shared, *out;
+};
+constexpr int most_in_round = 8;
+struct Round {
+    int calls = 0;
+    std::array<OwnRows, most_in_round> call{};
+};
+struct Turn {
+    Round last, next;
+    unsigned rank;
+    const uint4 *pool_routed, *pool_shared;
+    int latent_units, hidden_units, most_late;
+    const unsigned* step;
+    unsigned long long* wrong;
+};
+/// Compares the outputs of the last round, then writes the inputs of the next and poisons its outputs; a row of the grid a
+/// call. A thread poisons what it has compared, and no other.
+__global__ void __launch_bounds__(512) turn(const __grid_constant__ Turn t) {
+    const unsigned s = *t.step;
+    const long long began = clock64();
+    const int index = static_cast<int>(blockIdx.y), first = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+    const int stride = static_cast<int>(gridDim.x * blockDim.x);
+    if (index < t.last.calls) {
+        const OwnRows& c = t.last.call[static_cast<std::size_t>(index)];
+        unsigned bad = 0;
+        for (int i = first; i < c.rows_of_out * t.hidden_units; i += stride) {
+            const unsigned m = static_cast<unsigned>(i / t.hidden_units), u = static_cast<unsigned>(i % t.hidden_units);
+            uint4 want = make_uint4(~0u, ~0u, ~0u, ~0u);
+            if (m < static_cast<unsigned>(c.tokens))
+                want = c.golden[std::size_t{pool_row(s, c.key, m, pool)} * t.hidden_units + u];
+            const uint4 got = c.out[i];
+            bad += got.x != want.x || got.y != want.y || got.z != want.z || got.w != want.w;
+        }
+        if (bad) atomicAdd(t.wrong, static_cast<unsigned long long>(bad));
+    }
+    if (index >= t.next.calls) return;
+    const OwnRows& c = t.next.call[static_cast<std::size_t>(index)];
+    for (int i = first; i < c.rows_of_out * t.hidden_units; i += stride) c.out[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+    for (int i = first; i < c.tokens * t.latent_units; i += stride) {
+        const std::size_t row = pool_row(s, c.key, static_cast<unsigned>(i / t.latent_units), pool);
+        c.routed[i] = t.pool_routed[row * t.latent_units + i % t.latent_units];
+    }
+    for (int i = first; i < c.tokens * t.hidden_units; i += stride) {
+        const std::size_t row = pool_row(s, c.key, static_cast<unsigned>(i / t.hidden_units), pool);
+        c.shared[i] = t.pool_shared[row * t.hidden_units + i % t.hidden_units];
+    }
+    // Now and then a rank is late by up to a millisecond.
+    const unsigned key = t.next.call[0].key;
+    const bool very = t.most_late && hash(s, key + 31, t.rank + 5) % 512 == 0;
+    const unsigned most = very ? 1'980'000 : static_cast<unsigned>(t.most_late);
+    const int late = most ? static_cast<int>(hash(s, key, t.rank + 77) % most) : 0;
+    while (clock64() - began < late) {}
+}
+/// The damage that must be seen: the lowest bit of one element, in one replay.
+__global__ void flip(const unsigned* step, unsigned when, unsigned short* element) {
+    if (*step == when) *element ^= 1;
+}
 __global__ void __launch_bounds__(128) bench_producer(const uint4* from_p, const uint4* from_s, uint4* p, uint4* s,
                                                       int units_p, int units_s, int cycles, bool early) {
     const long long began = clock64();
@@ -231,8 +300,6 @@ T* allocate(std::size_t n) {
     return static_cast<T*>(p);
 }
 
-constexpr int pool = 128;  ///< rows of inputs
-
 struct Rank {
     int device;
     cudaStream_t stream;
@@ -253,6 +320,8 @@ struct Problem {
     bool norm, loopback;
     int layers;
     int per_device;  ///< ranks on the fullest GPU
+    int most_ctas;   ///< of a kernel
+    bool dependent;  ///< calls start before their predecessor has ended
     std::uint64_t timeout_ns = 4'000'000'000;
     std::vector<Rank> ranks;
     std::map<int, FusedTailPlan> plans;  ///< by tokens
@@ -262,6 +331,8 @@ struct Problem {
         shape = {hidden, latent, world, pool};
         const int local = loop ? 1 : world, used = std::min(devices, local);
         per_device = (local + used - 1) / used;
+        most_ctas = per_device == 1 ? 132 : 112 / per_device;
+        dependent = per_device == 1;  // early CTAs of one rank could keep out those that another waits for
         const PackedLayout layout{hidden / world, latent};
         for (int r = 0; r < local; ++r) {
             Rank k{};
@@ -313,7 +384,6 @@ struct Problem {
     }
     std::int64_t hidden() const { return shape.hidden; }
     int world() const { return shape.world; }
-    bool pdl() const { return per_device == 1; }  ///< early CTAs of one rank could keep out those that another waits for
 
     template <class F>
     void each(F body) {
@@ -341,7 +411,7 @@ struct Problem {
         auto [at, fresh] = plans.try_emplace(width);
         if (fresh) {
             CUDA(cudaSetDevice(0));
-            const cudaError_t e = plan_fused_tail(shape, width, per_device == 1 ? 132 : 112 / per_device, &at->second);
+            const cudaError_t e = plan_fused_tail(shape, width, most_ctas, &at->second);
             FusedTailPlan& p = at->second;
             if (e != cudaSuccess) {
                 std::printf("FATAL no plan for %ld x %ld, R=%d, M=%d: %s\n", static_cast<long>(shape.hidden),
@@ -471,7 +541,7 @@ struct Problem {
                                           reinterpret_cast<uint4*>(k.out[layer]), lu, hu, most_late, early);
         CUDA(cudaGetLastError());
         FusedTail op = call(r, layer, tokens);
-        op.starts_early = op.releases_early = pdl();
+        op.starts_early = op.releases_early = dependent;
         CUDA(launch_fused_tail(op, k.stream));
         const int width = op.plan.tokens;
         compare<<<32, 256, 0, k.stream>>>(k.step, layer, pool, static_cast<int>(tokens), rows,
@@ -768,6 +838,203 @@ void stress(std::int64_t hidden, std::int64_t latent, int world, int most, int r
     });
 }
 
+/// Ranks that replay rounds of calls, each with rows of its own, so that calls follow one another as closely as they can and
+/// all their outputs are compared none the less. Several groups may do so side by side on the same GPUs: each a thread.
+class Group {
+public:
+    struct Cut {
+        std::int64_t hidden, latent;
+        int layers, most_ctas;
+        bool dependent;
+    };
+    Group(const Cut& cut, unsigned seed) : p_(cut.hidden, cut.latent, 2, true, cut.layers), random_(seed) {
+        p_.most_ctas = cut.most_ctas, p_.dependent = cut.dependent;
+        for (int width = 8; width <= pool; width *= 2) {
+            if (!p_.ranks[0].golden.count(p_.plan(width).tokens)) p_.make_golden(width, 1);
+            ctas_ = std::max(ctas_, fused_tail_grid(p_.plan(width)) * (cut.dependent ? 2 : 1));
+        }
+        p_.each([&](int) {
+            rows_.emplace_back();
+            for (OwnRows& c : rows_.back()) {
+                c.routed = allocate<uint4>(pool * cut.latent / 8), c.shared = allocate<uint4>(pool * cut.hidden / 8);
+                c.out = allocate<uint4>(pool * cut.hidden / 8);
+            }
+        });
+    }
+    ~Group() {
+        p_.each([&](int r) {
+            for (const Graph& g : graphs_) CUDA(cudaGraphExecDestroy(g.exec[static_cast<std::size_t>(r)]));
+            for (const OwnRows& c : rows_[static_cast<std::size_t>(r)])
+                cudaFree(c.routed), cudaFree(c.shared), cudaFree(c.out);
+        });
+    }
+    Group(const Group&) = delete;
+    Group& operator=(const Group&) = delete;
+
+    /// Graphs of about so many calls each; those of the second half of them of up to 128 tokens. `damaged`: in its replay
+    /// number so many of all, a bit of an output of rank 1 is turned over.
+    void record(int graphs, int calls, unsigned damaged) {
+        for (int g = 0; g < graphs; ++g) {
+            Graph graph;
+            const int most = std::array{8, 16, 16, 32, 64, 128}[static_cast<std::size_t>(g % 6)];
+            std::vector<std::vector<std::array<int, 2>>> rounds;  // of calls: layer, tokens
+            while (graph.calls < calls) {
+                rounds.emplace_back(std::array{1, 2, 4, 8, 8, 8}[next() % 6]);
+                for (auto& [layer, tokens] : rounds.back()) {
+                    layer = static_cast<int>(next()) & 0xffff, layer %= p_.layers;
+                    tokens = static_cast<int>(next() % static_cast<unsigned>(most + 1));
+                    graph.elements += tokens * p_.hidden();
+                }
+                graph.calls += static_cast<int>(rounds.back().size());
+            }
+            if (damaged) rounds[0][0][1] = std::max(1, rounds[0][0][1]);
+            const int late = g % 2 ? 6'000 : 0;
+            p_.each([&](int r) { graph.exec.push_back(capture(r, rounds, late, damaged)); });
+            graphs_.push_back(graph);
+        }
+    }
+    /// Until so many calls more are made or a kernel has found a fault. In a thread of its own.
+    void replay(std::int64_t calls) {
+        for (std::int64_t made = 0; made < calls && !faulty();) {
+            for (int i = 0; i < 32; ++i) {
+                const Graph& g = graphs_[next() % graphs_.size()];
+                p_.each([&](int r) { CUDA(cudaGraphLaunch(g.exec[static_cast<std::size_t>(r)], p_.ranks[r].stream)); });
+                made += g.calls, calls_ += g.calls, elements_ += g.elements, ++replays_;
+            }
+            p_.sync();
+        }
+    }
+    bool healthy() { return p_.healthy("group"); }
+    unsigned long long wrong() { return p_.wrong(); }
+    std::int64_t calls() const { return calls_; }
+    std::int64_t replays() const { return replays_; }
+    std::int64_t elements() const { return elements_; }  ///< of outputs of one rank
+    int ctas() const { return ctas_; }
+
+private:
+    struct Graph {
+        std::vector<cudaGraphExec_t> exec;  // a rank each
+        int calls = 0;
+        std::int64_t elements = 0;
+    };
+    unsigned next() { return random_ = hash(random_, 9); }
+    bool faulty() const {
+        return std::any_of(p_.ranks.begin(), p_.ranks.end(),
+                           [](const Rank& k) { return *const_cast<const volatile std::uint32_t*>(&k.record->code) != 0; });
+    }
+    cudaGraphExec_t capture(int r, const std::vector<std::vector<std::array<int, 2>>>& rounds, int late, unsigned damaged) {
+        const Rank& k = p_.ranks[static_cast<std::size_t>(r)];
+        const auto units = [](const void* p) { return static_cast<const uint4*>(p); };
+        Turn t{{},
+               {},
+               static_cast<unsigned>(r),
+               units(k.pool_routed),
+               units(k.pool_shared),
+               static_cast<int>(p_.shape.latent / 8),
+               static_cast<int>(p_.hidden() / 8),
+               late,
+               k.step,
+               k.wrong};
+        const auto take_turn = [&] { turn<<<dim3(2, most_in_round), 512, 0, k.stream>>>(t); };
+        CUDA(cudaStreamBeginCapture(k.stream, cudaStreamCaptureModeThreadLocal));
+        unsigned key = 0;
+        bool first = true;
+        for (const auto& round : rounds) {
+            t.last = t.next, t.next.calls = static_cast<int>(round.size());
+            for (std::size_t i = 0; i < round.size(); ++i) {
+                const auto [layer, tokens] = round[i];
+                OwnRows& c = t.next.call[i];
+                c = rows_[static_cast<std::size_t>(r)][i];
+                c.tokens = tokens, c.rows_of_out = std::min(pool, tokens + 2), c.key = key++;
+                c.golden = units(k.golden.at(p_.plan(tokens).tokens)[static_cast<std::size_t>(layer)]);
+            }
+            take_turn();
+            for (std::size_t i = 0; i < round.size(); ++i) {
+                const auto [layer, tokens] = round[i];
+                FusedTail op = p_.call(r, layer, tokens);
+                op.routed = t.next.call[i].routed, op.shared = t.next.call[i].shared, op.out = t.next.call[i].out;
+                op.starts_early = op.releases_early = p_.dependent;
+                CUDA(launch_fused_tail(op, k.stream));
+            }
+            if (first && damaged && r == 1)
+                flip<<<1, 1, 0, k.stream>>>(k.step, damaged, reinterpret_cast<unsigned short*>(t.next.call[0].out));
+            first = false;
+        }
+        t.last = t.next, t.next.calls = 0;
+        take_turn();
+        advance<<<1, 1, 0, k.stream>>>(k.step);
+        CUDA(cudaGetLastError());
+        cudaGraph_t graph;
+        cudaGraphExec_t exec;
+        CUDA(cudaStreamEndCapture(k.stream, &graph));
+        CUDA(cudaGraphInstantiate(&exec, graph, 0));
+        CUDA(cudaGraphUpload(exec, k.stream));
+        CUDA(cudaStreamSynchronize(k.stream));
+        CUDA(cudaGraphDestroy(graph));
+        return exec;
+    }
+
+    Problem p_;
+    unsigned random_;
+    int ctas_ = 0;
+    std::vector<std::array<OwnRows, most_in_round>> rows_;  // a rank each
+    std::vector<Graph> graphs_;
+    std::int64_t calls_ = 0, replays_ = 0, elements_ = 0;
+};
+
+/// So many checked calls, by groups side by side. With `damaged`, exactly one wrong unit a group is expected, not none.
+void check_groups(const char* name, const std::vector<Group::Cut>& cuts, std::int64_t calls, unsigned damaged = 0) {
+    const double set_up = seconds();
+    std::vector<std::unique_ptr<Group>> groups;
+    int ctas = 0;
+    for (const Group::Cut& cut : cuts) {
+        groups.push_back(std::make_unique<Group>(cut, 777 + static_cast<unsigned>(groups.size())));
+        ctas += groups.back()->ctas();
+    }
+    // All must be resident at once, the early starters twice, with room for what lies between calls.
+    if (!expect(cuts.size() == 1 || ctas <= 112, "%s: %d CTAs that wait, expected at most 112", name, ctas)) return;
+    for (auto& g : groups) g->record(6, 96, damaged);
+    const double began = seconds();
+    std::printf("%s: %zu groups of 2 ranks, %d CTAs that wait at most, set up in %.1f s\n", name, groups.size(), ctas,
+                began - set_up);
+    constexpr int parts = 10;
+    unsigned long long wrong = 0;
+    for (int part = 1; part <= parts; ++part) {
+        std::vector<std::thread> threads;
+        for (auto& g : groups) {
+            const auto share = calls * part / parts / static_cast<std::int64_t>(groups.size()) - g->calls();
+            threads.emplace_back([&g, share] { g->replay(share); });
+        }
+        for (std::thread& each : threads) each.join();
+        bool ok = true;
+        std::int64_t made = 0, replays = 0, elements = 0;
+        for (auto& g : groups) {
+            ok &= g->healthy(), wrong += g->wrong();
+            made += g->calls(), replays += g->replays(), elements += g->elements();
+        }
+        const double took = seconds() - began;
+        if (part == parts || !ok || wrong != 0)
+            std::printf(
+                "%s: %lld calls in %lld replays, %.3g elements compared on each rank, %llu wrong units, %.1f s, %.0f "
+                "calls/s\n",
+                name, static_cast<long long>(made), static_cast<long long>(replays), static_cast<double>(elements), wrong,
+                took, static_cast<double>(made) / took);
+        if (!ok || (wrong != 0 && !damaged)) break;
+    }
+    const unsigned long long wanted = damaged ? groups.size() : 0;
+    expect(wrong == wanted, "%s: %llu wrong units, expected %llu", name, wrong, wanted);
+}
+
+/// Groups of several shapes; every other one starts its calls early.
+std::vector<Group::Cut> side_by_side(int groups, int ctas) {
+    const std::array<std::array<std::int64_t, 2>, 6> shapes = {
+        {{1024, 512}, {2048, 1024}, {1072, 328}, {512, 256}, {2224, 1000}, {1008, 1536}}};
+    std::vector<Group::Cut> cuts;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(groups); ++i)
+        cuts.push_back({shapes[i % shapes.size()][0], shapes[i % shapes.size()][1], 2, ctas, i % 2 == 0});
+    return cuts;
+}
+
 /// A rank that talks to itself, for tools that serialise kernels: both halves of the output are then the same.
 void check_loopback() {
     for (const auto& [hidden, latent] : {std::pair{2048L, 1024L}, std::pair{1072L, 328L}}) {
@@ -845,7 +1112,7 @@ std::vector<cudaGraphExec_t> capture(Problem& p, bool tail, int tokens, const Pr
             }
             if (!tail) continue;
             FusedTail op = p.call(r, layer, tokens);
-            op.starts_early = op.releases_early = dependent && p.pdl();
+            op.starts_early = op.releases_early = dependent && p.dependent;
             if (stamps) op.stamps = k.stamps + std::size_t{256} * fused::stamps_per_cta * layer;
             CUDA(launch_fused_tail(op, k.stream));
         }
@@ -950,7 +1217,8 @@ int main(int argc, char** argv) {
             if (e != d) CUDA(cudaDeviceEnablePeerAccess(e, 0));
     }
     std::printf("%d devices, ready after %.1f s\n", devices, seconds() - began);
-    int replays = 400;
+    int replays = 400, groups = 16, ctas = 4;
+    long calls = 1'000'000;
     long shape[3] = {7168, 3584, 2};
     std::vector<int> sizes{1, 2, 4, 8, 16, 32, 64, 128};
     for (int i = 1; i < argc; ++i) {
@@ -962,6 +1230,8 @@ int main(int argc, char** argv) {
             number("late=", knobs.late);
         number("ring=", knobs.ring), number("prefetch=", knobs.prefetch), number("at-once=", knobs.at_once),
             number("pace=", knobs.pace), number("digest=", knobs.digest);
+        number("groups=", groups), number("ctas=", ctas);
+        if (a.rfind("calls=", 0) == 0) calls = std::atol(a.c_str() + 6);
         if (a.rfind("plan=", 0) == 0) std::sscanf(a.c_str(), "plan=%d,%d,%d", &knobs.rows, &knobs.split, &knobs.clusters);
         if (a.rfind("shape=", 0) == 0) std::sscanf(a.c_str(), "shape=%ld,%ld,%ld", &shape[0], &shape[1], &shape[2]);
         if (a.rfind("tokens=", 0) == 0) {
@@ -996,6 +1266,15 @@ int main(int argc, char** argv) {
         if (a == "stress") stress(7168, 3584, 2, 16, replays, 12);
         if (a == "million") stress(7168, 3584, 2, 128, 1 << 30, 12, 1'000'000);
         if (a == "hundred-thousand") stress(7168, 3584, 8, 16, 1 << 30, 4, 100'000);
+        const std::vector<Group::Cut> kimi{{7168, 3584, 12, 132, true}};
+        if (a == "groups") check_groups("groups", side_by_side(groups, ctas), calls);
+        if (a == "kimi") check_groups("kimi", kimi, calls);
+        if (a == "damage")
+            check_groups("damage", side_by_side(groups, ctas), calls, 50), check_groups("damage", kimi, 100'000, 50);
+        if (a == "fifty-million") {
+            check_groups("kimi", kimi, 2'000'000);
+            check_groups("groups", side_by_side(groups, ctas), 48'000'000);
+        }
         if (a == "stress128") stress(7168, 3584, 2, 128, replays, 6);
         if (a == "stress8") stress(7168, 3584, 8, 16, replays, 4);
         if (a == "stress3") stress(3072, 1024, 3, 64, replays, 4);

@@ -82,6 +82,7 @@ using cudaStreamCaptureStatus = hipStreamCaptureStatus;
 #define cudaHostAllocMapped (hipHostMallocMapped | hipHostMallocCoherent)
 #define cudaHostAllocPortable hipHostMallocPortable
 #define cudaFreeHost hipHostFree
+#define cudaMemGetInfo hipMemGetInfo
 #define cudaMemcpyAsync hipMemcpyAsync
 #define cudaMemcpy2DAsync hipMemcpy2DAsync
 #define cudaMemcpyDefault hipMemcpyDefault

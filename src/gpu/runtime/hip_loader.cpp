@@ -30,7 +30,7 @@
     X(hipGetDeviceCount) X(hipGetDeviceProperties) X(hipGetDevicePropertiesR0600) X(hipGetErrorName) X(hipGetErrorString) \
     X(hipGetLastError) X(hipGraphDestroy) X(hipGraphExecDestroy) X(hipGraphInstantiateWithFlags) X(hipGraphLaunch) \
     X(hipHostFree) X(hipHostMalloc) X(hipIpcCloseMemHandle) X(hipIpcGetMemHandle) X(hipIpcOpenMemHandle) X(hipLaunchKernel) \
-    X(hipMalloc) X(hipMemcpy2DAsync) X(hipMemcpyAsync) X(hipMemsetAsync) X(hipOccupancyMaxActiveBlocksPerMultiprocessor) \
+    X(hipMalloc) X(hipMemGetInfo) X(hipMemcpy2DAsync) X(hipMemcpyAsync) X(hipMemsetAsync) X(hipOccupancyMaxActiveBlocksPerMultiprocessor) \
     X(hipSetDevice) X(hipStreamBeginCapture) X(hipStreamCreateWithPriority) X(hipStreamDestroy) X(hipStreamEndCapture) \
     X(hipStreamIsCapturing) X(hipStreamQuery) X(hipStreamSynchronize) X(hipStreamWaitEvent) \
     X(hipThreadExchangeStreamCaptureMode)

@@ -176,6 +176,10 @@ LATENT_MOE_FAKE hipError_t hipMalloc(void** memory, std::size_t bytes) {
     *memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
     return *memory != nullptr ? hipSuccess : hipErrorOutOfMemory;
 }
+LATENT_MOE_FAKE hipError_t hipMemGetInfo(std::size_t* free, std::size_t* all) {
+    *free = *all = std::size_t{1} << 30;
+    return hipSuccess;
+}
 LATENT_MOE_FAKE hipError_t hipExtMallocWithFlags(void** memory, std::size_t bytes, unsigned flags) {
     static std::atomic<int> next{0};
     log(fmt::format("hipExtMallocWithFlags {} flags {}", bytes, flags));
