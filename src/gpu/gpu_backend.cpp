@@ -189,7 +189,11 @@ public:
         });
     }
 
-    ~GpuBackend() override { release_workspace(); }
+    ~GpuBackend() override {
+        release_workspace();
+        // NCCL takes leave of its peers, and would wait for one that is stopped.
+        if (const Status fault = records_->poll(); communicator_ != nullptr && !fault.ok()) communicator_->abort(fault);
+    }
 
     void release_workspace() noexcept override {
         int before = topology_.device;

@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -36,35 +37,12 @@ struct Wire {
     char message[message_room];
 };
 
-struct Pipe {
-    int read_end = -1;
-    int write_end = -1;
-
-    Pipe() {
-        int ends[2];
-        if (::pipe(ends) != 0) throw std::runtime_error("pipe failed");
-        read_end = ends[0];
-        write_end = ends[1];
-    }
-    Pipe(const Pipe&) = delete;
-    Pipe& operator=(const Pipe&) = delete;
-    ~Pipe() {
-        close_end(read_end);
-        close_end(write_end);
-    }
-    static void close_end(int& end) {
-        if (end >= 0) ::close(end);
-        end = -1;
-    }
-};
-
 int entries_of(const char* folder) {
     int count = 0;
     for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) ++count;
     return count;
 }
 
-/// Names in shared memory, without those of MPI jobs that others run: these ranks use none.
 std::set<std::string> shared_memory_names() {
     std::set<std::string> names;
     for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
@@ -73,9 +51,6 @@ std::set<std::string> shared_memory_names() {
     }
     return names;
 }
-
-/// sockets[group][left][right]: the end that rank `left` uses to reach rank `right`.
-using Mesh = std::vector<std::vector<std::vector<int>>>;
 
 Mesh make_mesh(int groups, int world) {
     const auto ranks = static_cast<std::size_t>(world);
@@ -104,19 +79,16 @@ void close_others(const Mesh& mesh, std::size_t own) {
     }
 }
 
-void meet(const Launch& launch, Shared& shared) {
-    const auto deadline = now_ns() + std::int64_t{launch.patience_ms} * 1'000'000;
-    ++shared.prepared;
-    while (shared.prepared < launch.world) {
-        if (now_ns() > deadline) throw std::runtime_error("the others are not prepared");
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
+void nap() {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
-Report run_body(const Launch& launch, Rank& rank) {
+/// Runs `body` with what it throws in the report.
+template <typename Body>
+Report report_of(const Rank& rank, Body body) {
     Report report;
-    int files = entries_of("/proc/self/fd");
-    int threads = entries_of("/proc/self/task");
+    const int files = entries_of("/proc/self/fd");
+    const int threads = entries_of("/proc/self/task");
     const auto failed = [&](StatusCode code, const char* message) {
         report.code = code;
         report.message = message;
@@ -127,13 +99,7 @@ Report run_body(const Launch& launch, Rank& rank) {
         report.seconds_to_end = static_cast<double>(end - fault) / 1e9;
     };
     try {
-        if (launch.prepare) {
-            launch.prepare(rank);
-            meet(launch, rank.shared);
-            files = entries_of("/proc/self/fd");
-            threads = entries_of("/proc/self/task");
-        }
-        launch.body(rank);
+        body();
     } catch (const Error& error) {
         failed(error.code(), error.what());
     } catch (const std::bad_alloc&) {
@@ -146,31 +112,48 @@ Report run_body(const Launch& launch, Rank& rank) {
     return report;
 }
 
-[[noreturn]] void be_rank(const Launch& launch, const Mesh& mesh, int number, Shared& shared, int report_to,
-                          int release_from) {
+std::unique_ptr<Rank> make_rank(const Launch& launch, const Mesh& mesh, int number, int round, Shared& shared) {
+    auto rank = std::make_unique<Rank>(Rank{.rank = number, .round = round, .groups = {}, .shared = shared});
+    for (const auto& group : mesh) {
+        const auto sockets = std::make_shared<Sockets>(number, group[static_cast<std::size_t>(number)], launch.timeout_ms);
+        rank->groups.push_back(
+            {.rank = number,
+             .world = launch.world,
+             .all_gather_bytes = [sockets](const void* send, void* received,
+                                           std::size_t bytes) { sockets->all_gather(send, received, bytes); },
+             .local_world = launch.world});
+    }
+    return rank;
+}
+
+[[noreturn]] void be_rank(const Launch& launch, const std::vector<Mesh>& meshes, int number, std::optional<int> only_round,
+                          Shared& shared, int report_to) {
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // a launcher that is killed leaves nobody behind, not even a stopped rank
-    const auto own = static_cast<std::size_t>(number);
-    close_others(mesh, own);
-    {
-        Rank rank{.rank = number, .groups = {}, .shared = shared};
-        for (const auto& group : mesh) {
-            const auto sockets = std::make_shared<Sockets>(number, group[own], launch.timeout_ms);
-            rank.groups.push_back(
-                {.rank = number,
-                 .world = launch.world,
-                 .all_gather_bytes = [sockets](const void* send, void* received,
-                                               std::size_t bytes) { sockets->all_gather(send, received, bytes); },
-                 .local_world = launch.world});
-        }
-        const Report report = run_body(launch, rank);
+    for (const Mesh& mesh : meshes) close_others(mesh, static_cast<std::size_t>(number));
+    std::exception_ptr unprepared;
+    try {
+        if (launch.prepare) launch.prepare();
+    } catch (...) {
+        unprepared = std::current_exception();
+    }
+    ++shared.prepared;
+    std::unique_ptr<Rank> rank;  // of the last round: its sockets stay open until all have reported
+    for (int round = 0; round < launch.rounds; ++round) {
+        if (!launch.plays(number, only_round, round)) continue;
+        while (shared.round < round && !shared.over) nap();
+        if (shared.over) break;
+        rank = make_rank(launch, meshes[static_cast<std::size_t>(round)], number, round, shared);
+        const Report report = report_of(*rank, [&] {
+            if (unprepared) std::rethrow_exception(unprepared);
+            launch.body(*rank);
+        });
         Wire wire{static_cast<int>(report.code), report.seconds,
                   report.seconds_to_end,         report.files_left,
                   report.threads_left,           {}};
         report.message.copy(wire.message, message_room - 1);
         if (::write(report_to, &wire, sizeof wire) != sizeof wire) ::_exit(3);
-        char released = 0;
-        while (::read(release_from, &released, 1) < 0) {}
     }
+    while (!shared.over) nap();
     ::_exit(0);
 }
 
@@ -191,84 +174,98 @@ std::int64_t now_ns() {
     return std::chrono::steady_clock::now().time_since_epoch().count();
 }
 
-std::vector<std::optional<Report>> launch(const Launch& launch) {
-    const int files = entries_of("/proc/self/fd");
-    const std::set<std::string> shared_memory = shared_memory_names();
-    const auto ranks = static_cast<std::size_t>(launch.world);
-    std::vector<std::optional<Report>> reports(ranks);
-    std::string trouble;
-    {
-        void* const memory = ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-        if (memory == MAP_FAILED) throw std::runtime_error("mmap failed");
-        Shared& shared = *new (memory) Shared;
-        const Mesh mesh = make_mesh(launch.groups, launch.world);
-        std::vector<std::unique_ptr<Pipe>> report_pipes;
-        Pipe release;
-        std::vector<pid_t> children;
-        for (int rank = 0; rank < launch.world; ++rank) {
-            report_pipes.push_back(std::make_unique<Pipe>());
-            const pid_t child = ::fork();
-            if (child < 0) throw std::runtime_error("fork failed");
-            if (child == 0) {
-                Pipe::close_end(release.write_end);
-                // The others' ends too, or their death would not close them.
-                for (const auto& pipe : report_pipes) Pipe::close_end(pipe->read_end);
-                be_rank(launch, mesh, rank, shared, report_pipes.back()->write_end, release.read_end);
-            }
-            Pipe::close_end(report_pipes.back()->write_end);
-            children.push_back(child);
+RankProcesses::RankProcesses(Launch launch) : launch_(std::move(launch)) {
+    void* const memory = ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::runtime_error("mmap failed");
+    shared_ = new (memory) Shared;
+    std::vector<Mesh> meshes;
+    for (int round = 0; round < launch_.rounds; ++round) meshes.push_back(make_mesh(launch_.groups, launch_.world));
+    for (int rank = 0; rank < launch_.world; ++rank) {
+        start(rank, std::nullopt, meshes);
+        for (int round = 0; round < launch_.rounds; ++round) {
+            if (!launch_.plays(rank, std::nullopt, round)) start(rank, round, meshes);
         }
-        close_others(mesh, ranks);
+    }
+    for (const Mesh& mesh : meshes) close_others(mesh, static_cast<std::size_t>(launch_.world));
+}
 
+void RankProcesses::start(int rank, std::optional<int> only_round, const std::vector<Mesh>& meshes) {
+    int ends[2];
+    if (::pipe(ends) != 0) throw std::runtime_error("pipe failed");
+    const pid_t child = ::fork();
+    if (child < 0) throw std::runtime_error("fork failed");
+    if (child == 0) {
+        ::close(ends[0]);
+        be_rank(launch_, meshes, rank, only_round, *shared_, ends[1]);
+    }
+    ::close(ends[1]);  // in front of the next fork, or this rank's death would not close it
+    processes_.push_back({rank, only_round, child, ends[0]});
+}
+
+RankProcesses::~RankProcesses() {
+    shared_->over = true;
+    const std::int64_t deadline = now_ns() + 1'000'000'000;
+    for (const Process& process : processes_) {  // children of our own, unreaped
+        while (::waitpid(process.id, nullptr, WNOHANG) == 0) {
+            if (now_ns() > deadline) ::kill(process.id, SIGKILL);
+            nap();
+        }
+        ::close(process.reports_from);
+    }
+    ::munmap(shared_, sizeof(Shared));
+}
+
+void RankProcesses::wait_for_prepared() const {
+    const std::int64_t deadline = now_ns() + 60'000'000'000;
+    while (shared_->prepared < static_cast<int>(processes_.size())) {
+        if (now_ns() > deadline) throw std::runtime_error("ranks are not prepared after 60 s");
+        nap();
+    }
+}
+
+std::vector<std::optional<Report>> RankProcesses::play() {
+    if (shared_->round < 0) wait_for_prepared();
+    std::vector<std::optional<Report>> reports(static_cast<std::size_t>(launch_.world));
+    shared_->fault_ns = 0;
+    const int round = ++shared_->round;
+    std::vector<const Process*> unheard;
+    for (const Process& process : processes_) {
+        if (launch_.plays(process.rank, process.only_round, round)) unheard.push_back(&process);
+    }
+    const std::int64_t deadline = now_ns() + std::int64_t{launch_.patience_ms} * 1'000'000;
+    while (!unheard.empty()) {
+        std::vector<pollfd> waits;
+        for (const Process* process : unheard) waits.push_back({process->reports_from, POLLIN, 0});
+        ::poll(waits.data(), waits.size(), 20);
+        for (std::size_t i = waits.size(); i-- > 0;) {
+            if (waits[i].revents == 0) continue;
+            reports[static_cast<std::size_t>(unheard[i]->rank)] = read_report(waits[i].fd);
+            unheard.erase(unheard.begin() + static_cast<std::ptrdiff_t>(i));
+        }
         // A stopped process says nothing and does not die: it is ended once all others have spoken.
-        std::vector<bool> heard(ranks);
-        const auto deadline = now_ns() + std::int64_t{launch.patience_ms} * 1'000'000;
-        for (std::size_t left = ranks; left > 0;) {
-            std::vector<pollfd> waits;
-            std::vector<std::size_t> of;
-            for (std::size_t rank = 0; rank < ranks; ++rank) {
-                if (heard[rank]) continue;
-                waits.push_back({report_pipes[rank]->read_end, POLLIN, 0});
-                of.push_back(rank);
-            }
-            ::poll(waits.data(), waits.size(), 100);
-            for (std::size_t i = 0; i < waits.size(); ++i) {
-                if (waits[i].revents == 0) continue;
-                reports[of[i]] = read_report(waits[i].fd);
-                heard[of[i]] = true;
-                --left;
-            }
-            if (left > 0) {
-                siginfo_t state{};
-                bool only_stopped = true;
-                for (std::size_t rank = 0; rank < ranks; ++rank) {
-                    if (heard[rank]) continue;
-                    state = {};
-                    ::waitid(P_PID, static_cast<id_t>(children[rank]), &state, WSTOPPED | WNOHANG | WNOWAIT);
-                    only_stopped = only_stopped && state.si_pid == children[rank];
-                }
-                if (only_stopped) break;
-            }
-            if (now_ns() > deadline) {
-                trouble = fmt::format("{} ranks are not done after {} s", left, launch.patience_ms / 1000);
-                break;
-            }
+        const bool only_stopped = std::ranges::all_of(unheard, [](const Process* process) {
+            siginfo_t state{};
+            ::waitid(P_PID, static_cast<id_t>(process->id), &state, WSTOPPED | WNOHANG | WNOWAIT);
+            return state.si_pid == process->id;
+        });
+        if (only_stopped) break;
+        if (now_ns() > deadline) {
+            throw std::runtime_error(
+                fmt::format("{} ranks are not done after {} s", unheard.size(), launch_.patience_ms / 1000));
         }
-        Pipe::close_end(release.write_end);
-        for (std::size_t rank = 0; rank < ranks; ++rank) {
-            if (!heard[rank]) ::kill(children[rank], SIGKILL);  // a child of our own, still unreaped
-        }
-        for (const pid_t child : children) ::waitpid(child, nullptr, 0);
-        ::munmap(memory, sizeof(Shared));
     }
-    if (!trouble.empty()) throw std::runtime_error(trouble);
-    if (entries_of("/proc/self/fd") != files) throw std::runtime_error("the launcher has open files left");
-    for (const std::string& name : shared_memory_names()) {
-        if (!shared_memory.contains(name))
-            throw std::runtime_error(fmt::format("/dev/shm holds {}, which was not there before", name));
-    }
-    if (::waitpid(-1, nullptr, WNOHANG) != -1) throw std::runtime_error("a process is left");
+    for (const Process* process : unheard) ::kill(process->id, SIGKILL);
     return reports;
+}
+
+Belongings::Belongings() : files_(entries_of("/proc/self/fd")), shared_memory_(shared_memory_names()) {}
+
+std::string Belongings::left_over() const {
+    if (entries_of("/proc/self/fd") != files_) return "the launcher has open files left";
+    for (const std::string& name : shared_memory_names()) {
+        if (!shared_memory_.contains(name)) return fmt::format("/dev/shm holds {}, which was not there before", name);
+    }
+    return ::waitpid(-1, nullptr, WNOHANG) == -1 ? "" : "a process is left";
 }
 
 }  // namespace latent_moe::faults

@@ -5,14 +5,18 @@
 //        ▲                   │ report (pipe)
 //        └───────────────────┘
 //
-// A rank that has failed stays until all have reported, so that nobody mistakes its end for the fault. The launcher itself
-// touches no GPU: what is forked from a process that has cannot.
+// A round has a fault, or none. A rank that has failed stays until all have reported, so that nobody mistakes its end for
+// the fault; those that live can have another round. The launcher itself touches no GPU: what is forked from a process that
+// has cannot.
 #pragma once
+
+#include <sys/types.h>
 
 #include <atomic>
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -23,13 +27,15 @@ namespace latent_moe::faults {
 
 /// What the processes share.
 struct Shared {
-    std::atomic<std::int64_t> fault_ns{0};  ///< when the fault happened, on the steady clock; 0 before
+    std::atomic<std::int64_t> fault_ns{0};  ///< when the round's fault happened, on the steady clock; 0 before
     std::atomic<int> prepared{0};           ///< ranks that are
+    std::atomic<int> round{-1};             ///< that is being played
+    std::atomic<bool> over{false};
 };
 
 std::int64_t now_ns();
 
-/// How one rank ended.
+/// How a round ended for one rank.
 struct Report {
     StatusCode code = StatusCode::ok;
     std::string message;
@@ -42,7 +48,8 @@ struct Report {
 /// One rank's view: a bootstrap for each group, and what is shared.
 struct Rank {
     int rank;
-    std::vector<Bootstrap> groups;
+    int round;
+    std::vector<Bootstrap> groups;  ///< of this round
     Shared& shared;
     std::int64_t error_ns = 0;  ///< when this rank learnt of it; 0: not marked
 
@@ -54,14 +61,62 @@ struct Rank {
 struct Launch {
     int world = 3;
     int groups = 1;
-    int timeout_ms = 700;                  ///< of the sockets: a peer that is silent for so long is reported
-    int patience_ms = 60'000;              ///< with a rank that is not done
-    std::function<void(Rank&)> prepare{};  ///< what takes long once a process; all ranks wait for all in front of the body
+    int rounds = 1;
+    int mortal = -1;                        ///< the rank that is a process of its own in the rounds
+    std::function<bool(int round)> dies{};  ///< in which it ends
+    int timeout_ms = 700;                   ///< of the sockets: a peer that is silent for so long is reported
+    int patience_ms = 60'000;               ///< with a rank that is not done
+    std::function<void()> prepare{};        ///< what takes long once a process
     std::function<void(Rank&)> body;
+
+    /// Whether a process of `rank` plays this round: one for all rounds but those in which the rank dies, or for one alone.
+    bool plays(int rank, std::optional<int> only_round, int round) const {
+        return only_round ? *only_round == round : !(rank == mortal && dies && dies(round));
+    }
 };
 
-/// A report for each rank, or nothing where it ended without one. Throws if a rank is not done in time, or if something is
-/// left: a file, a process, an entry in /dev/shm.
-std::vector<std::optional<Report>> launch(const Launch& launch);
+/// sockets[group][left][right]: the end that rank `left` uses to reach rank `right`; of one round.
+using Mesh = std::vector<std::vector<std::vector<int>>>;
+
+class RankProcesses {
+public:
+    /// They prepare at once.
+    explicit RankProcesses(Launch launch);
+    /// Ends those that are there yet.
+    ~RankProcesses();
+    RankProcesses(const RankProcesses&) = delete;
+    RankProcesses& operator=(const RankProcesses&) = delete;
+
+    /// The next round: a report for each rank, or nothing where it ended or was stopped without one. Throws if a rank is not
+    /// done in time; then there can be no further round, nor if one ended that was to live.
+    std::vector<std::optional<Report>> play();
+
+private:
+    struct Process {
+        int rank;
+        std::optional<int> only_round;
+        pid_t id;
+        int reports_from;
+    };
+    void start(int rank, std::optional<int> only_round, const std::vector<Mesh>& meshes);
+    void wait_for_prepared() const;
+
+    const Launch launch_;
+    Shared* shared_;
+    std::vector<Process> processes_;
+};
+
+/// What this process and its machine have now: open files, and names in shared memory without those of MPI jobs that others
+/// run.
+class Belongings {
+public:
+    Belongings();
+    /// What there is more, or a process that is left; empty if nothing.
+    std::string left_over() const;
+
+private:
+    int files_;
+    std::set<std::string> shared_memory_;
+};
 
 }  // namespace latent_moe::faults
