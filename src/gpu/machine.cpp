@@ -48,9 +48,11 @@ std::string why_unavailable() {
     if (std::string reason = vendor::why_no_device(); !reason.empty()) return reason;
     try {
         const CurrentDevice first(0);
-        if (has_code_for_device() != cudaSuccess) {
-            return fmt::format("this build has code for architectures {}, but {} is {}", LATENT_MOE_GPU_ARCHITECTURES,
-                               properties_of(0).name, vendor::architecture_of(0));
+        if (const cudaError_t error = has_code_for_device(); error != cudaSuccess) {
+            static_cast<void>(cudaGetLastError());
+            return fmt::format("{} ({}) loads no kernel of this build, which has code for architectures {}: {}",
+                               properties_of(0).name, vendor::architecture_of(0), LATENT_MOE_GPU_ARCHITECTURES,
+                               cudaGetErrorString(error));
         }
     } catch (const Error& error) {
         return error.what();

@@ -1,9 +1,10 @@
 // What happens to the others when one rank goes wrong: one of three on CPUs, one of two on GPUs, a GPU each. Each fault is a
 // scene: every rank's part in it, and what each rank must have seen in the end.
 //
-//     fault_check [--backend NAME] [--case NAME]… [--repeat N] [--markdown]
+//     fault_check [--backend NAME] [--case NAME]… [--repeat N] [--reuse] [--markdown]
 //
-// All scenes once by default; exit status 1 if any went wrong.
+// All scenes once by default; exit status 1 if any went wrong. `--reuse`: ranks that live through a round play the next one
+// too, with a new context; always so on GPUs.
 #include <fmt/format.h>
 #include <signal.h>
 #include <unistd.h>
@@ -45,6 +46,7 @@ struct Setting {
     int world;
     int deadline_ms;          ///< of a wait in a call
     int meeting_ms;           ///< deadline of the bootstrap: on a GPU creation takes longer, and not the same on all ranks
+    bool reuses;              ///< ranks that live through a round play the next: they take seconds to begin on a GPU
     std::vector<Tail> tails;  ///< by turns; faults meet the first
     std::vector<Tail> exchanges;  ///< tails whose calls are compared in exchanges of different kinds
     Problem problem;
@@ -52,7 +54,7 @@ struct Setting {
     bool on_gpus() const { return backend != "cpu"; }
 };
 
-Setting make_setting(const std::string& backend) {
+Setting make_setting(const std::string& backend, bool reuses) {
     const bool cpu = backend == "cpu";
     const int world = cpu ? 3 : 2;
     using enum Tail;
@@ -60,6 +62,7 @@ Setting make_setting(const std::string& backend) {
             .world = world,
             .deadline_ms = cpu ? 700 : 200,
             .meeting_ms = cpu ? 700 : 1000,
+            .reuses = reuses || !cpu,
             .tails = cpu ? std::vector{replicated, column_parallel} : std::vector{replicated, fused, column_parallel, fused},
             .exchanges = cpu ? std::vector{replicated} : std::vector{replicated, fused},
             .problem = {world, 5, {.hidden = 96, .latent = 64}}};
@@ -456,7 +459,7 @@ std::string fault_of(const Setting& setting, const Expected& expected, const std
         const bool may = expected.ending == no_report || expected.ending == error_or_no_report;
         return may ? "" : "it ended without a word";
     }
-    if (expected.ending == no_report) return "it lives";
+    if (expected.ending == no_report) return fmt::format("it lives: {}", report->message);
     if (!setting.on_gpus()) {  // what a driver opens lasts as long as the process
         if (report->files_left > 0) return fmt::format("{} files are left open", report->files_left);
         if (report->threads_left > 0 && expected.ending == fine)
@@ -495,16 +498,25 @@ bool somebody_dies(const Scene& scene) {
     return scene.of_culprit.ending == Expected::no_report;
 }
 
-/// The shows of each launch. On GPUs, where a process takes seconds to begin, all are one's.
+/// The shows of each launch. Where ranks are used again, all shows that nobody dies in are one's, and of the others so many
+/// as processes that begin together find memory.
 std::vector<std::vector<Show>> launches_of(const Setting& setting, const std::vector<Scene>& scenes, int repeat) {
+    constexpr std::size_t most_deaths = 5;
     std::vector<std::vector<Show>> launches;
-    if (setting.on_gpus()) launches.emplace_back();
+    std::vector<Show> living;
     for (const Scene& scene : scenes) {
         for (int each = 1; each <= repeat; ++each) {
-            if (!setting.on_gpus()) launches.emplace_back();
-            launches.back().push_back({&scene, static_cast<std::uint64_t>(each)});
+            const Show show{&scene, static_cast<std::uint64_t>(each)};
+            if (setting.reuses && !somebody_dies(scene)) {
+                living.push_back(show);
+            } else if (setting.reuses && !launches.empty() && launches.back().size() < most_deaths) {
+                launches.back().push_back(show);
+            } else {
+                launches.push_back({show});
+            }
         }
     }
+    if (!living.empty()) launches.push_back(living);
     return launches;
 }
 
@@ -519,13 +531,15 @@ std::unique_ptr<RankProcesses> start(const Setting& setting, const std::vector<S
                       show.scene->part(rank, setting, random);
                   }};
     for (const Show& show : shows) launch.groups = std::max(launch.groups, show.scene->groups);
-    if (setting.on_gpus()) {
-        launch.patience_ms = 10'000;
+    if (setting.reuses) {
         launch.mortal = culprit;
         launch.dies = [show_of](int round) { return somebody_dies(*show_of(round).scene); };
-        launch.prepare = [&setting] {  // all that is loaded with the first context
-            const Shape& shape = setting.problem.shape;
-            static_cast<void>(Context::create(shape, single_rank(), {.backend = setting.backend}));
+    }
+    if (setting.on_gpus()) {
+        launch.patience_ms = 10'000;
+        launch.prepare = [&setting](int rank) {  // all that is loaded with the first context
+            const Options options{.backend = setting.backend, .device = rank};
+            static_cast<void>(Context::create(setting.problem.shape, single_rank(), options));
         };
     }
     return std::make_unique<RankProcesses>(launch);
@@ -591,6 +605,7 @@ int run(int count, char** texts) {
     std::string backend = "cpu";
     std::vector<std::string> only;
     int repeat = 1;
+    bool reuses = false;
     bool markdown = false;
     for (int i = 1; i < count; ++i) {
         const std::string_view text = texts[i];
@@ -600,17 +615,19 @@ int run(int count, char** texts) {
             backend = texts[++i];
         } else if (text == "--repeat" && i + 1 < count) {
             repeat = std::max(1, std::atoi(texts[++i]));
+        } else if (text == "--reuse") {
+            reuses = true;
         } else if (text == "--markdown") {
             markdown = true;
         } else {
-            fmt::print(
-                stderr,
-                "fault_check: unknown argument '{}', expected --backend NAME, --case NAME, --repeat N or --markdown\n",
-                text);
+            fmt::print(stderr,
+                       "fault_check: unknown argument '{}', expected --backend NAME, --case NAME, --repeat N, --reuse or "
+                       "--markdown\n",
+                       text);
             return 2;
         }
     }
-    const Setting setting = make_setting(backend);
+    const Setting setting = make_setting(backend, reuses);
     static_cast<void>(setting.problem.chain_error());  // computed before the processes part
     if (markdown)
         fmt::print(

@@ -129,10 +129,13 @@ std::unique_ptr<Rank> make_rank(const Launch& launch, const Mesh& mesh, int numb
 [[noreturn]] void be_rank(const Launch& launch, const std::vector<Mesh>& meshes, int number, std::optional<int> only_round,
                           Shared& shared, int report_to) {
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // a launcher that is killed leaves nobody behind, not even a stopped rank
-    for (const Mesh& mesh : meshes) close_others(mesh, static_cast<std::size_t>(number));
+    for (int round = 0; round < launch.rounds; ++round) {  // all of the rounds of others, who would not be seen to die
+        const bool plays = launch.plays(number, only_round, round);
+        close_others(meshes[static_cast<std::size_t>(round)], static_cast<std::size_t>(plays ? number : launch.world));
+    }
     std::exception_ptr unprepared;
     try {
-        if (launch.prepare) launch.prepare();
+        if (launch.prepare) launch.prepare(number);
     } catch (...) {
         unprepared = std::current_exception();
     }

@@ -62,11 +62,11 @@ struct Launch {
     int world = 3;
     int groups = 1;
     int rounds = 1;
-    int mortal = -1;                        ///< the rank that is a process of its own in the rounds
-    std::function<bool(int round)> dies{};  ///< in which it ends
-    int timeout_ms = 700;                   ///< of the sockets: a peer that is silent for so long is reported
-    int patience_ms = 60'000;               ///< with a rank that is not done
-    std::function<void()> prepare{};        ///< what takes long once a process
+    int mortal = -1;                          ///< the rank that is a process of its own in the rounds
+    std::function<bool(int round)> dies{};    ///< in which it ends
+    int timeout_ms = 700;                     ///< of the sockets: a peer that is silent for so long is reported
+    int patience_ms = 60'000;                 ///< with a rank that is not done
+    std::function<void(int rank)> prepare{};  ///< what takes long once a process
     std::function<void(Rank&)> body;
 
     /// Whether a process of `rank` plays this round: one for all rounds but those in which the rank dies, or for one alone.
