@@ -428,7 +428,7 @@ struct Problem {
             if (knobs.at_once >= 0) p.prefetch_at_once = knobs.at_once;
             if (knobs.pace >= 0) p.prefetch_clocks = knobs.pace;
             if (knobs.digest >= 0) p.digest = knobs.digest != 0;
-            if (knobs.rows > 0) p.rows = knobs.rows, p.split = knobs.split, p.clusters = knobs.clusters;
+            if (knobs.rows > 0 && width >= 32) p.rows = knobs.rows, p.split = knobs.split, p.clusters = knobs.clusters;
             CUDA(fused_tail_fits(shape, p));
             std::printf("plan H=%ld L=%ld R=%d M<=%d: tile %d x %d, split %d, %d clusters, grid %d\n",
                         static_cast<long>(shape.hidden), static_cast<long>(shape.latent), world(), width, p.rows, p.tokens,

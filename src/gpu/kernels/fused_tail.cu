@@ -133,6 +133,7 @@ constexpr Compiled compiled() {
 }
 
 constexpr Known pairs_of_four{.split = 4, .world = 2, .turns = 1};
+constexpr Known pairs_of_two{.split = 2, .world = 2, .turns = 1};
 
 /// The first that serves a plan is taken: what is known at compile time comes first.
 constexpr Compiled tiles[] = {
@@ -142,7 +143,14 @@ constexpr Compiled tiles[] = {
     compiled<32, 128, Known{4, 2, 1, true}>(),
     compiled<64, 128, Known{4, 2, 1, true}>(),
     compiled<128, 128, Known{4, 2, 1, true}>(),
+    compiled<32, 64, Known{2, 2, 1, true}>(),
+    compiled<64, 64, Known{2, 2, 1, true}>(),
+    compiled<128, 64, Known{2, 2, 1, true}>(),
 #endif
+    compiled<128, 128, pairs_of_four>(),
+    compiled<32, 64, pairs_of_two>(),
+    compiled<64, 64, pairs_of_two>(),
+    compiled<128, 64, pairs_of_two>(),
     compiled<8, 128, pairs_of_four>(),
     compiled<16, 128, pairs_of_four>(),
     compiled<32, 128, pairs_of_four>(),
@@ -157,7 +165,6 @@ constexpr Compiled tiles[] = {
     compiled<64, 64>(),
     compiled<128, 64>(),
     compiled<128, 128>(),
-    compiled<128, 128, pairs_of_four>(),
 };
 
 const Compiled* find(const FusedTailShape& shape, const FusedTailPlan& plan, bool stamps = false) {
@@ -235,12 +242,12 @@ bool cut(const FusedTailShape& shape, const FusedTailPlan& plan, const Compiled&
     if (p.gather_columns < fewest) return false;
     p.gather_rows = std::max(1, tile.gather_threads / p.gather_columns);
     p.pool_items = (units + pool_item_units - 1) / pool_item_units;
+    p.items_of_count = (p.pool_items + pool_counts - 1) / pool_counts;
 
     const std::int64_t shared_sums = std::int64_t{4} * tiles_of_cluster * tile.tokens * tile.rows / plan.split;
     const std::int64_t block_squares = tile.pooled ? 0 : round_up(std::int64_t{4} * tile.tokens * p.block_stride, 16);
     const int all_blocks = tiles_of_cluster * p.block_stride;
-    const int most_places =
-        std::min({max_token_ring, tile.gather_threads / 32 - warps_for_squares, std::max(2, all_blocks)});
+    const int most_places = std::min(max_token_ring, std::max(2, all_blocks));
     p.token_ring = tile.pooled ? std::clamp(plan.token_ring, 2, most_places) : p.block_stride;
     const std::int64_t others = std::int64_t{p.token_ring} * tile.token_bytes + tile.parts_bytes + shared_sums +
                                 round_up(std::int64_t{4} * plan.split * tile.tokens, 16) + block_squares + at_ring;
@@ -336,7 +343,7 @@ cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, in
             if (tile.tokens != width || tile.known.split != 0) continue;  // the same tile, more known, takes the same plans
             for (int split = 1; split <= fused::max_split; split *= 2) {
                 FusedTailPlan candidate;
-                candidate.token_ring = tile.tokens >= 128 ? 4 : tile.tokens >= 64 ? 6 : 8;  // measured, K3 at TP 2
+                candidate.token_ring = tile.tokens >= 128 ? 4 : tile.tokens >= 64 ? 8 : 14;  // measured, K3 at TP 2
                 candidate.tokens = tile.tokens, candidate.rows = tile.rows, candidate.split = split;
                 const int all = static_cast<int>((shape.hidden / shape.world + tile.rows - 1) / tile.rows);
                 int most = std::min({all, max_ctas / split, max_grid / split});

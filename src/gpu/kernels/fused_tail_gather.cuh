@@ -14,6 +14,7 @@
 
 #include "gpu/kernels/fused_tail_mailboxes.cuh"
 #include "gpu/kernels/fused_tail_pool.cuh"
+#include "gpu/kernels/fused_tail_publish.cuh"
 #include "gpu/kernels/fused_tail_stamps.cuh"
 #include "gpu/kernels/fused_tail_weights.cuh"
 #include "gpu/primitives/launch.h"
@@ -264,71 +265,107 @@ struct Gather {
 
     // ---- 1. and 2. by way of the pool
 
-    /// Its items, of which the first is known, and its γ there, before there is anything to sum.
+    /// Its items, of which the first are known, and their γ there, before there is anything to sum.
     struct PoolFiller {
         int item, end;
-        PoolItem first;
-        uint4 gamma;
+        PoolItem first[Tile::items_at_once];
+        uint4 gamma[Tile::items_at_once];
     };
     LATENT_MOE_DEVICE uint4 gamma_of(const PoolItem& item) const {
         if (!p.gamma || item.unit >= p.latent_units) return make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80);
         return load16(p.gamma + item.unit * 16);
     }
+    LATENT_MOE_DEVICE void locate(PoolFiller& f) const {
+#pragma unroll
+        for (int k = 0; k < Tile::items_at_once; ++k) {
+            const int item = f.item + k * static_cast<int>(gridDim.x);
+            f.first[k].unit = f.first[k].end = 0;
+            if (item < f.end) f.first[k] = pool_item(cta, item), f.gamma[k] = gamma_of(f.first[k]);
+        }
+    }
     LATENT_MOE_DEVICE PoolFiller filler() const {
-        const int items = p.tokens * cta.split() * p.pool_items;
-        const int share = (items + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
-        const int begin = static_cast<int>(blockIdx.x) * share, item = begin + thread / 32;
-        PoolFiller f{item, min(begin + share, items), {}, {}};
-        if (item < f.end) f.first = pool_item(cta, item), f.gamma = gamma_of(f.first);
+        PoolFiller f;
+        f.item = thread / 32 * Tile::items_at_once * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
+        f.end = pool_item_count(cta);
+        locate(f);
         return f;
     }
 
-    LATENT_MOE_DEVICE std::uint32_t fill_pool(const State& state, const Slot<Cta>& slot, const PoolFiller& filler) {
-        const int lane = thread % 32;
+    LATENT_MOE_DEVICE std::uint32_t fill_pool(const State& state, const Slot<Cta>& slot, PoolFiller& filler) {
+        constexpr int n = Tile::items_at_once;
+        const int lane = thread % 32, grid = static_cast<int>(gridDim.x);
         uint4* const pool = pool_of(p, state.slot);
         std::uint32_t digest = 0;
-        PoolItem item = filler.first;
-        uint4 gamma = filler.gamma;
 #pragma unroll 1
-        for (int i = filler.item; i < filler.end;) {
-            const bool exists = item.unit < item.end, is_inside = exists && item.unit < p.latent_units;
-            uint4 x{};
-            if (is_inside) {
-                const uint4 own = load_relaxed<Scope::device>(p.routed.at(item.token, item.unit));
-                if constexpr (pair) {
-                    uint4 theirs[1];
-                    const uint4* box = slot.latents_from(1 - p.rank) + item.token * p.latent_units + item.unit;
-                    take<1>(
-                        theirs, wait, Phase::gather, [&](int) { return box; }, [&](int) { return 1 - p.rank; });
-                    x = add_bf16(theirs[0], own);
-                } else {
-                    float sum[U::size] = {};
-                    sum_row(
-                        slot, item.token, item.unit, [&] { return own; }, sum);
-                    x = U::pack(sum);
-                }
+        while (filler.item < filler.end) {
+            const PoolItem(&items)[n] = filler.first;
+            const auto exists = [&](int k) { return items[k].unit < items[k].end; };
+            const auto is_inside = [&](int k) { return exists(k) && items[k].unit < p.latent_units; };
+            uint4 own[n], x[n];
+#pragma unroll
+            for (int k = 0; k < n; ++k) {
+                own[k] = x[k] = uint4{};
+                if (is_inside(k)) own[k] = load_relaxed<Scope::device>(p.routed.at(items[k].token, items[k].unit));
+            }
+            if constexpr (pair) {
+                const uint4* box = slot.latents_from(1 - p.rank);
+                take<n>(
+                    x, wait, Phase::gather,
+                    [&](int k) { return is_inside(k) ? box + items[k].token * p.latent_units + items[k].unit : nullptr; },
+                    [&](int) { return 1 - p.rank; });
             }
             stamp<Tile>(p, latents_came, thread == 0);
-            if (exists) {
-                const uint4 product = U::canonical(multiply_bf16(x, gamma));
-                const auto t = static_cast<std::uint32_t>(item.token), u = static_cast<std::uint32_t>(item.unit);
+#pragma unroll
+            for (int k = 0; k < n; ++k) {
+                if (!exists(k)) continue;
+                if (is_inside(k)) {
+                    if constexpr (pair) {
+                        x[k] = add_bf16(x[k], own[k]);
+                    } else {
+                        float sum[U::size] = {};
+                        sum_row(
+                            slot, items[k].token, items[k].unit, [&] { return own[k]; }, sum);
+                        x[k] = U::pack(sum);
+                    }
+                }
+                const uint4 product = multiply_bf16(x[k], filler.gamma[k]);
+                const auto t = static_cast<std::uint32_t>(items[k].token), u = static_cast<std::uint32_t>(items[k].unit);
                 store_relaxed<Scope::device>(pool + (u >> 3) * (pool_block_bytes / 16) + t * 8 + ((u ^ t) & 7), product);
-                if (p.digest && is_inside) digest += digest_of(product, item.token * p.latent_units + item.unit);
+                if (p.digest && is_inside(k)) digest += digest_of(product, items[k].token * p.latent_units + items[k].unit);
             }
             __syncwarp();
-            if (lane == 0) add_relaxed<Scope::device>(pool_count(p, state, item.part), 1u);
-            float squares = squares_of(x);
-#pragma unroll
-            for (int other = 1; other < 32; other *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, other);
             if (lane == 0) {
-                store_relaxed<Scope::device>(pool_squares_of(p, state.slot) + item.token * p.pool_squares_row + item.of_row,
-                                             as_bits(squares));
+                fence<Scope::device>();
+#pragma unroll
+                for (int k = 0; k < n; ++k) {
+                    if (filler.item + k * grid >= filler.end) continue;
+                    add_relaxed<Scope::device>(pool_count(p, state, items[k].part, items[k].of_part / p.items_of_count), 1u);
+                }
             }
-            i += threads / 32;
-            if (i < filler.end) item = pool_item(cta, i), gamma = gamma_of(item);
+#pragma unroll
+            for (int k = 0; k < n; ++k) {
+                float squares = squares_of(x[k]);
+#pragma unroll
+                for (int other = 1; other < 32; other *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, other);
+                if (lane == 0 && filler.item + k * grid < filler.end) {
+                    const int of_row = items[k].part * p.pool_items + items[k].of_part;
+                    store_relaxed<Scope::device>(
+                        pool_squares_of(p, state.slot) + items[k].token * p.pool_squares_row + of_row, as_bits(squares));
+                }
+            }
+            filler.item += threads / 32 * n * grid;
+            locate(filler);
         }
+        if (thread == 0) store_shared(cta.bar(Barriers::latent_ready), 1);
         stamp<Tile>(p, latents_done, thread == 0);
         return digest;
+    }
+
+    /// Only now: the link is what the latents of all wait for, and so does the fence behind them.
+    LATENT_MOE_DEVICE void publish_shared(const Slot<Cta>& slot) const {
+        Publisher<Cta, 2> shared(cta, thread, threads, false);
+        shared.load();
+        shared.send_all(slot);
     }
 
     // ---- 3. Σ shared. An item is a token and 8 columns that this CTA finishes; other warps begin than those that send
@@ -400,7 +437,7 @@ struct Gather {
     template <class AnnounceAndFinish>
     LATENT_MOE_DEVICE void run(AnnounceAndFinish announce_and_finish) {
         if constexpr (Tile::pooled) {
-            const PoolFiller items = filler();
+            PoolFiller items = filler();
             dependency_wait();
             stamp<Tile>(p, predecessor_over, thread == 0);
             const State state = load_state(p);
@@ -408,14 +445,10 @@ struct Gather {
             const Slot<Cta> slot(cta, state.slot);
             const uint4 own = first_own_shared();
             const std::uint32_t digest = fill_pool(state, slot, items);
+            publish_shared(slot);
             cluster::wait();
+            if (p.rms_norm) add_up_squares(cta, state, thread / 32, threads / 32, thread % 32);
             gather_shared(slot, own);
-            const int warp = thread / 32, inspecting = inspectors(p, threads / 32) * p.token_ring;
-            if (warp < inspecting) {
-                inspect_tokens(cta, state, warp, threads / 32, thread % 32);
-            } else if (p.rms_norm) {
-                add_up_squares(cta, state, warp - inspecting, threads / 32 - inspecting, thread % 32);
-            }
             __syncwarp();
             stamp<Tile>(p, shared_done, thread == 0);
             announce_and_finish(slot);

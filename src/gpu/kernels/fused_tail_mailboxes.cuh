@@ -53,7 +53,7 @@ struct Head {
     struct alignas(128) Count {
         std::uint32_t items;
     };
-    Count pooled[slots][max_split];  ///< see fused_tail_pool.cuh
+    Count pooled[slots][max_split][pool_counts];  ///< see fused_tail_pool.cuh
     alignas(128) std::uint32_t digest[2][digest_lanes][8];
 };
 inline constexpr std::int64_t state_bytes = sizeof(Head);
@@ -210,24 +210,19 @@ LATENT_MOE_DEVICE std::uint32_t* pool_squares_of(const Params& p, std::uint32_t 
     return reinterpret_cast<std::uint32_t*>(p.pool + slot * p.pool_slot_bytes + std::int64_t{p.blocks} * pool_block_bytes);
 }
 
-/// Of the slot before `state.slot`, as `rearm`: all rows that the call before may have pooled.
+/// Of the slot before `state.slot`, as `rearm`: the squares of all rows that the call before may have pooled, and the counts.
 LATENT_MOE_DEVICE void rearm_pool(const Params& p, const State& state, int thread, int threads) {
     const std::uint32_t slot = state.slot == 0 ? slots - 1 : state.slot - 1;
-    const std::uint32_t rows = min(state.rows_before(), static_cast<std::uint32_t>(most_pooled_rows)), of_block = rows * 8;
-    const std::uint32_t latents = of_block * p.blocks, all = latents + rows * (p.pool_squares_row / 4);
-    const std::uint32_t share = (all + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share, end = min(begin + share, all);
+    const std::uint32_t rows = min(state.rows_before(), static_cast<std::uint32_t>(most_pooled_rows));
+    const std::uint32_t all = rows * (p.pool_squares_row / 4), step = gridDim.x * threads;
 #pragma unroll 1
-    for (std::uint32_t i = begin + thread; i < end; i += threads) {
-        if (i < latents) {
-            const std::uint32_t block = i / of_block;
-            store_relaxed<Scope::device>(pool_of(p, slot) + block * (pool_block_bytes / 16) + (i - block * of_block),
-                                         U::sentinel());
-        } else {
-            store_relaxed<Scope::device>(reinterpret_cast<uint4*>(pool_squares_of(p, slot)) + (i - latents),
-                                         make_uint4(no_square, no_square, no_square, no_square));
-        }
+    for (std::uint32_t i = blockIdx.x + thread * gridDim.x; i < all; i += step) {
+        store_relaxed<Scope::device>(reinterpret_cast<uint4*>(pool_squares_of(p, slot)) + i,
+                                     make_uint4(no_square, no_square, no_square, no_square));
     }
-    if (blockIdx.x == 0 && thread < max_split) store_relaxed<Scope::device>(&head(p).pooled[slot][thread].items, 0u);
+    if (blockIdx.x == 0 && thread < max_split * pool_counts) {
+        store_relaxed<Scope::device>(&head(p).pooled[slot][0][thread].items, 0u);
+    }
 }
 
 /// Re-arms the slot before `state.slot`: each CTA a contiguous range. By `threads` threads of every CTA.

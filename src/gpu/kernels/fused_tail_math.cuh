@@ -55,7 +55,6 @@ struct Math {
 #pragma unroll
                 for (int i = 0; i < max_token_ring; ++i) {
                     mbarrier::init(cta.bar(Barriers::token_full, i), 1);
-                    mbarrier::init(cta.bar(Barriers::token_right, i), inspectors(p, Tile::gather_warps));
                 }
             }
             const int squares = p.rms_norm && !Tile::pooled ? cta.split() * ((p.tokens + 1) / 2) * 8 : 0;
@@ -67,94 +66,20 @@ struct Math {
         return Tile::math_warps * Tile::fragment_data_bytes;
     }
 
-    // ---- publishing. Each CTA has a contiguous range of the latents and of the shared slices. With few tokens one half of
-    // the threads sends those and the other these; with many, all send latents first, because the link is what they wait
-    // for.
-
-    static constexpr int publish_at_once = Tile::pooled && Tile::tokens > 64 ? 2 : 1;
-
-    struct Parcel {
-        const uint4* from;    ///< null: none
-        std::uint32_t place;  ///< unit in the box
-        int peer;             ///< of a shared slice
-    };
-
-    struct Publisher {
-        const Cta& cta;
-        const Params& p;
-        const bool latents;
-        const std::uint32_t step;
-        std::uint32_t next, end;
-        Parcel parcels[publish_at_once];
-        uint4 values[publish_at_once];
-
-        LATENT_MOE_DEVICE Publisher(const Cta& c, bool of_latents, int thread, int threads)
-            : cta(c), p(c.p), latents(of_latents), step(threads) {
-            const int peers = cta.world() - 1;
-            const std::uint32_t all = latents ? (peers > 0 ? p.tokens * p.latent_units : 0)
-                                              : (p.exchange_shared ? p.tokens * p.column_units * peers : 0);
-            const std::uint32_t share = (all + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
-            next = begin + thread, end = min(begin + share, all);
-            locate();
-        }
-        LATENT_MOE_DEVICE Parcel parcel(std::uint32_t i) const {
-            if (i >= end) return {nullptr, 0, 0};
-            if (latents) return {p.routed.at(i / p.latent_units, i % p.latent_units), i, 0};
-            int peer = 1 - p.rank;
-            if constexpr (!Cta::pair) {
-                const std::uint32_t of_peer = p.tokens * p.column_units;
-                peer = static_cast<int>(i / of_peer) + p.rank + 1, i %= of_peer;
-                if (peer >= cta.world()) peer -= cta.world();
-            }
-            return {p.shared.at(i / p.column_units, peer * p.column_units + i % p.column_units), i, peer};
-        }
-        LATENT_MOE_DEVICE void locate() {
-#pragma unroll
-            for (int k = 0; k < publish_at_once; ++k) parcels[k] = parcel(next + k * step);
-        }
-        /// After `dependency_wait`.
-        LATENT_MOE_DEVICE void load() {
-#pragma unroll
-            for (int k = 0; k < publish_at_once; ++k) {
-                if (parcels[k].from) values[k] = load_relaxed<Scope::device>(parcels[k].from);
-            }
-        }
-        LATENT_MOE_DEVICE void send(const Slot<Cta>& slot, const Parcel& parcel, uint4 value) const {
-            if (!parcel.from) return;
-            value = U::canonical(value);
-            if (latents) {
-                for_each_peer(cta, [&](int peer) { store_relaxed(slot.latents_to(peer) + parcel.place, value); });
-            } else {
-                store_relaxed(slot.shared_to(parcel.peer) + parcel.place, value);
-            }
-        }
-        /// What was loaded, and all the rest.
-        LATENT_MOE_DEVICE void send_all(const Slot<Cta>& slot) {
-#pragma unroll 1
-            while (true) {
-#pragma unroll
-                for (int k = 0; k < publish_at_once; ++k) send(slot, parcels[k], values[k]);
-                next += step * publish_at_once;
-                if (next >= end) break;
-                locate(), load();
-            }
-        }
-    };
-
-    /// Waits for the predecessor. Returns the state of the calls.
+    /// Waits for the predecessor. Returns the state of the calls. With few tokens one half of the threads sends the latents and
+    /// the other the shared slices; with many, all send latents, and the gathering warps the others, later.
     LATENT_MOE_DEVICE State publish() const {
         if constexpr (Tile::pooled) {
-            Publisher latents(cta, true, thread, threads), shared(cta, false, thread, threads);
+            constexpr int at_once = std::max(1, Tile::tokens / Tile::math_warps / 8);
+            ItemPublisher<Cta, at_once> latents(cta, warp, Tile::math_warps);
             dependency_wait();
-            latents.load(), shared.load();
+            latents.load();
             const State state = load_state(p);
-            const Slot<Cta> slot(cta, state.slot);
-            latents.send_all(slot);
+            latents.send_all(Slot<Cta>(cta, state.slot));
             stamp<Tile>(p, published, thread == 0);
-            shared.send_all(slot);
             return state;
         } else {
-            Publisher half(cta, warp < Tile::math_warps / 2, thread % (threads / 2), threads / 2);
+            Publisher<Cta, 1> half(cta, thread % (threads / 2), threads / 2, warp < Tile::math_warps / 2);
             dependency_wait();
             half.load();
             const State state = load_state(p);
@@ -174,7 +99,7 @@ struct Math {
 
     /// This warp's fragment: 16 rows of the tile, all tokens. The first time, the tokens are still being gathered.
     LATENT_MOE_DEVICE void multiply(bool first_time, Progress& at, float (&sum)[Tile::tokens / 2]) const {
-        constexpr int width = Tile::tokens < 64 ? Tile::tokens : 64, groups = Tile::tokens / width;  // of tokens: one wgmma
+        constexpr int width = Tile::tokens, groups = 1;  // of tokens: one wgmma
         float acc[Tile::chains][groups][width / 2] = {};
         const int freed = cta.turns() * cta.blocks - p.ring;  // blocks whose place somebody waits for
         const std::uint32_t weights = cta.ring(0) + warp / 4 * 64 * PackedLayout::row_bytes,
@@ -192,8 +117,7 @@ struct Math {
                 stamp<Tile>(p, last_weights, thread == 0);
                 const std::uint64_t w = swizzled_operand(weights + at.place * Tile::weight_bytes);
                 if constexpr (Tile::pooled) {
-                    const int ready = first_time ? Barriers::token_right : Barriers::token_full;
-                    wait_locally(cta.bar(ready, at.token_place), at.token_round & 1);
+                    wait_locally(cta.bar(Barriers::token_full, at.token_place), at.token_round & 1);
                 }
                 const std::uint64_t t =
                     swizzled_operand(tokens + (Tile::pooled ? at.token_place : block) * Tile::token_bytes);
@@ -202,9 +126,12 @@ struct Math {
                 for (int step = 0; step < 4; ++step) {
 #pragma unroll
                     for (int g = 0; g < groups; ++g) {
-                        Wgmma<width>::template multiply<Dtype::bf16>(
-                            acc[step % Tile::chains][g], w + 2 * step,
-                            t + 2 * step + g * (width * PackedLayout::row_bytes >> 4));
+                        if constexpr (width == 128) {
+                            Wgmma<width>::multiply_bf16(acc[step % Tile::chains][g], w + 2 * step, t + 2 * step, true);
+                        } else {
+                            Wgmma<width>::template multiply<Dtype::bf16>(acc[step % Tile::chains][g], w + 2 * step,
+                                                                         t + 2 * step);
+                        }
                     }
                 }
                 wgmma_commit();
@@ -212,14 +139,12 @@ struct Math {
                 const bool frees_tokens = Tile::pooled && at.index > 0 && at.index <= freed_tokens;
                 if (Tile::pooled || frees_weights) wgmma_wait<1>();  // the block before this one
                 if (frees_weights || frees_tokens) {
-                    if (thread % 32 == 0) {
-                        if (frees_weights)
-                            mbarrier::arrive(cta.bar(Barriers::empty, at.place == 0 ? p.ring - 1 : at.place - 1));
-                        if (frees_tokens) {
-                            mbarrier::arrive(
-                                cta.bar(Barriers::token_empty, at.token_place == 0 ? p.token_ring - 1 : at.token_place - 1));
-                        }
-                    }
+                    const int lane = thread % 32;
+                    if (frees_weights && lane == 0)
+                        mbarrier::arrive(cta.bar(Barriers::empty, at.place == 0 ? p.ring - 1 : at.place - 1));
+                    if (frees_tokens && lane == 0)
+                        mbarrier::arrive(cta.bar(Barriers::token_empty,
+                                                 at.token_place == 0 ? p.token_ring - 1 : at.token_place - 1));
                 }
                 ++at.index;
                 if (++at.place == p.ring) at.place = 0, ++at.round;

@@ -44,7 +44,7 @@ struct Tile {
     // Roles, in the order of the warps.
     static constexpr int math_warps = rows / fragment_rows;
     // With the others a multiple of 4, by which registers are shared out.
-    static constexpr int gather_warps = !pooled ? 14 : tokens <= 64 ? 13 : 9;
+    static constexpr int gather_warps = !pooled ? 14 : (tokens <= 64 ? 21 : 17) - math_warps;
     static constexpr int weight_warp = math_warps + gather_warps;
     static constexpr int protocol_warp = weight_warp + 1;
     static constexpr int token_warp = protocol_warp + 1;  ///< if pooled
@@ -53,6 +53,8 @@ struct Tile {
     static constexpr int threads = (protocol_warp + 1 + (pooled ? 1 : 0)) * 32;
 
     static constexpr int max_ring = max_ring_of(rows);
+    /// Items of the pool that a warp sums together, with one fence.
+    static constexpr int items_at_once = tokens > 64 ? 2 : 1;
     /// Rows that a thread polls together, if there is one peer.
     static constexpr int gather_at_once = tokens <= 8 ? 2 : tokens <= 32 ? 4 : 6;
 
@@ -101,8 +103,7 @@ struct Barriers {
     static constexpr int received = empty + 8 * 24;  ///< parts (and, for the first tile, squares) of the whole cluster
     static constexpr int may_send = received + 8;    ///< the cluster has read the parts of the tile before
     static constexpr int token_full = may_send + 8;  ///< [16] a block of pooled latents has come,
-    static constexpr int token_right = token_full + 8 * max_token_ring;   ///< [16] for the first tile: all of it is right,
-    static constexpr int token_empty = token_right + 8 * max_token_ring;  ///< [16] it has been multiplied
+    static constexpr int token_empty = token_full + 8 * max_token_ring;  ///< [16] it has been multiplied
     static constexpr int epoch = token_empty + 8 * max_token_ring;        ///< word: this call's
     static constexpr int latent_ready = epoch + 4;                        ///< word, a hint for the weight warp
     static constexpr int bytes = latent_ready + 4;
@@ -117,7 +118,7 @@ inline constexpr int max_passes = 8;
 /// is room whatever the tile; a sum of squares that has not come (a NaN that no arithmetic gives).
 inline constexpr int pool_item_units = 32;
 inline constexpr int most_pooled_rows = 128;
-inline constexpr int warps_for_squares = 3;  ///< at least
+inline constexpr int pool_counts = 8;  ///< of a part of K, at most
 inline constexpr int pool_block_bytes = most_pooled_rows * PackedLayout::row_bytes;
 inline constexpr std::uint32_t no_square = 0xffffffff;
 
@@ -142,6 +143,7 @@ struct Params {
     char* pool;                    ///< its slots
     std::int64_t pool_slot_bytes;  ///< latents, then squares
     int pool_items;                ///< of a row in a part of K
+    int items_of_count;            ///< so many of these are counted together
     int pool_squares_row;          ///< floats of a row, at most
     std::int64_t slot_bytes;       ///< of the region's slots
     std::int64_t latent_box;       ///< bytes of one mailbox of latents

@@ -25,27 +25,32 @@ namespace latent_moe::gpu::fused {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-/// One warp's item.
+/// One warp's item. In their order all rows' first columns of each part come first, then all rows' next: the product begins
+/// with what is there first.
 struct PoolItem {
-    int token, part;
-    int of_row;     ///< its number in the row
-    int unit, end;  ///< this lane's unit of the row, and the end of the part
+    int token, part, of_part;  ///< which row, which part of K, its number in the part
+    int unit, end;             ///< this lane's unit of the row, and the end of the part
 };
 LATENT_MOE_DEVICE int round_up_to(int n, int multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
 
 template <class Cta>
+LATENT_MOE_DEVICE int pool_item_count(const Cta& cta) {
+    return cta.p.tokens * cta.p.pool_items << cta.split_log2();
+}
+template <class Cta>
 LATENT_MOE_DEVICE PoolItem pool_item(const Cta& cta, int item) {
     const Params& p = cta.p;
-    const int of_row = cta.split() * p.pool_items, token = item / of_row, in_row = item - token * of_row;
-    const int part = in_row / p.pool_items, first = in_row - part * p.pool_items;
+    const int columns = item / p.tokens, token = item - columns * p.tokens;
+    const int part = columns & (cta.split() - 1), of_part = columns >> cta.split_log2();
     const int begin = p.blocks * part >> cta.split_log2(), end = p.blocks * (part + 1) >> cta.split_log2();
-    return {token, part, in_row, begin * 8 + first * pool_item_units + static_cast<int>(threadIdx.x % 32), end * 8};
+    return {token, part, of_part, begin * 8 + of_part * pool_item_units + static_cast<int>(threadIdx.x % 32), end * 8};
 }
 
-LATENT_MOE_DEVICE std::uint32_t* pool_count(const Params& p, const State& state, int part) {
-    return &head(p).pooled[state.slot][part].items;
+/// How much of a part of K is there: one count for some of its columns.
+LATENT_MOE_DEVICE std::uint32_t* pool_count(const Params& p, const State& state, int part, int count) {
+    return &head(p).pooled[state.slot][part][count].items;
 }
 
 /// One warp: this CTA's K, block by block into the ring; again for every tile of the cluster.
@@ -62,66 +67,37 @@ LATENT_MOE_DEVICE void stream_tokens(const Cta& cta, const State& state, int lan
         bulk_copy(cta.memory + p.at.tokens + place * Tile::token_bytes, from + block * pool_block_bytes, row_bytes, bar,
                   evict_normal);
     };
-    if (lane == 0) {
-        const auto all = static_cast<std::uint32_t>(p.tokens * p.pool_items);
-        const std::uint32_t* count = pool_count(p, state, cta.part);
-        wait_locally([&] { return load_relaxed<Scope::device>(count) == all; });
-        store_shared(cta.bar(Barriers::latent_ready), 1);
-        stamp<Tile>(p, last_latents_done, true);
-    }
-    __syncwarp();
-    const int total = cta.turns() * cta.blocks, at_first = min(p.token_ring, cta.blocks);
-    if (lane < at_first) issue(lane, lane);  // all at once: one after the other, each takes a while to leave
-    if (lane != 0) return;
-    int place = at_first % p.token_ring, round = at_first / p.token_ring, block = at_first % cta.blocks;
-#pragma unroll 1
-    for (int i = at_first; i < total; ++i) {
+    int place = 0, round = 0, block = 0;
+    const auto issue_next = [&] {
         if (round > 0) wait_locally(cta.bar(Barriers::token_empty, place), (round - 1) & 1);
         issue(place, block);
         if (++block == cta.blocks) block = 0;
         if (++place == p.token_ring) place = 0, ++round;
-    }
-}
-
-/// Of `warps` warps, how many look at one place of the ring. A place has its warps for good: they must see each of its
-/// rounds. Some warps are left for the squares.
-LATENT_MOE_DEVICE int inspectors(const Params& p, int warps) {
-    return max(1, (warps - warps_for_squares) / p.token_ring);
-}
-
-/// By the first of `warps` warps, before the first tile is multiplied: every word of every block, as it lands. What was
-/// copied too early is put right.
-template <class Cta>
-LATENT_MOE_DEVICE void inspect_tokens(const Cta& cta, const State& state, int warp, int warps, int lane) {
-    using Tile = typename Cta::Tile;
-    const Params& p = cta.p;
-    const int of_place = inspectors(p, warps), own_place = warp / of_place;
-    const int begin = lane + warp % of_place * 32, step = of_place * 32;
-    int next_place = 0, next_round = 0;
+    };
+    int next = 0;
 #pragma unroll 1
-    for (int block = 0; block < cta.blocks; ++block) {
-        const int place = next_place, round = next_round;
-        if (++next_place == p.token_ring) next_place = 0, ++next_round;
-        if (place != own_place) continue;
-        const std::uint32_t at = cta.memory + p.at.tokens + place * Tile::token_bytes;
-        wait_locally(cta.bar(Barriers::token_full, place), round & 1);
-        bool missing = false;
-#pragma unroll 4
-        for (int u = begin; u < p.tokens * 8; u += step) missing |= !U::arrived(load_shared<uint4>(at + u * 16));
-        if (missing) {
-            const uint4* from = pool_of(p, state.slot) + (cta.first_block + block) * (pool_block_bytes / 16);
-#pragma unroll 1
-            for (int u = begin; u < p.tokens * 8; u += step) {
-                if (U::arrived(load_shared<uint4>(at + u * 16))) continue;
-                uint4 v{};
-                wait_locally([&] { return U::arrived(v = load_relaxed<Scope::device>(from + u)); });
-                store_shared(at + u * 16, v);
-            }
-            fence_proxy_async();
+    for (int count = 0; next < cta.blocks; ++count) {
+        const int items = min(p.items_of_count, p.pool_items - count * p.items_of_count);
+        const int end = min(next + p.items_of_count * (pool_item_units / 8), cta.blocks);
+        if (lane == 0) {
+            const auto all = static_cast<std::uint32_t>(p.tokens * items);
+            wait_locally([&] { return load_acquire<Scope::device>(pool_count(p, state, cta.part, count)) == all; });
+            fence_proxy_async_all();
+            stamp<Tile>(p, last_latents_done, true);
         }
         __syncwarp();
-        if (lane == 0) mbarrier::arrive(cta.bar(Barriers::token_right, place));
+        const int free = max(0, min(end, p.token_ring) - next);
+        if (lane < free) issue(next + lane, next + lane);  // all at once: one after the other, each takes a while to leave
+        next += free;
+        if (free > 0) place = next % p.token_ring, round = next / p.token_ring, block = next % cta.blocks;
+#pragma unroll 1
+        for (; next < end; ++next) {
+            if (lane == 0) issue_next();
+        }
     }
+    if (lane != 0) return;
+#pragma unroll 1
+    for (const int total = cta.turns() * cta.blocks; next < total; ++next) issue_next();
 }
 
 /// By `warps` warps: the rows' sums of squares, for this CTA's own columns. Some lanes share a row; a tree adds up what they
