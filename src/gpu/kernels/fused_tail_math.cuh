@@ -49,7 +49,8 @@ struct Math {
         if (Tile::pooled && lane < min(p.token_ring, cta.turns() * cta.blocks - p.token_ring))
             mbarrier::init(cta.bar(Barriers::token_empty, lane), Tile::math_warps);
         if (lane == 0) {
-            mbarrier::init(cta.bar(Barriers::received), 1);
+#pragma unroll
+            for (int i = 0; i < Tile::signals; ++i) mbarrier::init(cta.bar(Barriers::received, i), 1);
             if (cta.turns() > 1) mbarrier::init(cta.bar(Barriers::may_send), cta.split());
             if constexpr (Tile::pooled) {
 #pragma unroll
@@ -59,11 +60,13 @@ struct Math {
             }
             const int squares = p.rms_norm && !Tile::pooled ? cta.split() * ((p.tokens + 1) / 2) * 8 : 0;
             mbarrier::expect(cta.bar(Barriers::received), parts_received() + squares);
+#pragma unroll
+            for (int i = 1; i < Tile::signals; ++i) mbarrier::expect(cta.bar(Barriers::received, i), parts_received());
         }
         mbarrier::publish_init();
     }
     LATENT_MOE_DEVICE static int parts_received() {
-        return Tile::math_warps * Tile::fragment_data_bytes;
+        return Tile::math_warps * Tile::fragment_data_bytes / Tile::signals;
     }
 
     /// Waits for the predecessor. Returns the state of the calls. With few tokens one half of the threads sends the latents and
@@ -180,7 +183,8 @@ struct Math {
 #pragma unroll
         for (int j = 0; j < Tile::tokens / 8; ++j) {
             cluster::store_async(to + j * Tile::group_bytes,
-                                 make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]), signal);
+                                 make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]),
+                                 signal + j / (Tile::tokens_of_signal / 8) * 8);
         }
     }
 
@@ -279,6 +283,8 @@ struct Math {
             if (!i.exists) continue;
             const Words prefix = index == thread ? first_prefix : prefix_of(i);
             float sum[item_columns], factor, shared[item_columns];
+            if constexpr (Tile::signals > 1)
+                wait_locally(cta.bar(Barriers::received, i.token / Tile::tokens_of_signal), turn & 1);
             sum_parts(i, sum, factor);
             const std::uint32_t shared_at =
                 cta.memory + p.at.shared_sums + (turn * item_count() + index) * (item_columns * 4);
@@ -316,7 +322,7 @@ struct Math {
         const Item first = item(cta.tile(0), thread);
         const Words prefix = prefix_of(first);
         sync_threads_of(shared_ready, threads + Tile::gather_threads);
-        wait_locally(cta.bar(Barriers::received), 0);
+        if constexpr (Tile::signals == 1) wait_locally(cta.bar(Barriers::received), 0);
         finish(slot, 0, first, prefix);
     }
 
@@ -338,14 +344,22 @@ struct Math {
             }
             send_fragment(sum);
             if (turn == 0) sync_threads_of(shared_ready, threads + Tile::gather_threads);
-            wait_locally(cta.bar(Barriers::received), turn & 1);
+            if constexpr (Tile::signals == 1) wait_locally(cta.bar(Barriers::received), turn & 1);
             stamp<Tile>(p, parts_there, thread == 0);
             finish(slot, turn, first, prefix);
+            if constexpr (Tile::signals > 1) {
+                // Nobody leaves, and no phase is begun, before all has come, also what is of no token.
+#pragma unroll 1
+                for (int i = 0; i < Tile::signals; ++i) wait_locally(cta.bar(Barriers::received, i), turn & 1);
+            }
             stamp<Tile>(p, columns_sent, thread == 0);
             if (Cta::known.turns != 1 && turn + 1 < cta.turns()) {
                 sync_threads_of(parts_read, threads);
                 if (thread < cta.split()) {
-                    if (thread == 0) mbarrier::expect(cta.bar(Barriers::received), parts_received());
+                    if (thread == 0) {
+#pragma unroll
+                        for (int i = 0; i < Tile::signals; ++i) mbarrier::expect(cta.bar(Barriers::received, i), parts_received());
+                    }
                     __syncwarp((1u << cta.split()) - 1);
                     arrive_at(cluster::address_at(cta.bar(Barriers::may_send), thread));
                 }

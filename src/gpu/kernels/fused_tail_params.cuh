@@ -73,6 +73,8 @@ struct Tile {
     LATENT_MOE_DEVICE static constexpr int element_offset(int row, int token) {
         return token / 8 * group_bytes + lane_offset(row % 8 * 4 + token % 8 / 2) + (row / 8 * 2 + token % 2) * 4;
     }
+    /// The parts of so many tokens are signalled together: the first are finished while the last still travel.
+    static constexpr int tokens_of_signal = tokens > 32 ? 32 : tokens, signals = tokens / tokens_of_signal;
     static constexpr int parts_bytes = math_warps * fragment_bytes;  ///< what a CTA receives for a tile, whatever the split
 
     static_assert(tokens % 8 == 0 && tokens <= 128);
@@ -100,8 +102,8 @@ inline constexpr int max_token_ring = 16;
 struct Barriers {
     static constexpr int full = 0;                   ///< [24] a block of weights has come
     static constexpr int empty = full + 8 * 24;      ///< [24] it has been multiplied
-    static constexpr int received = empty + 8 * 24;  ///< parts (and, for the first tile, squares) of the whole cluster
-    static constexpr int may_send = received + 8;    ///< the cluster has read the parts of the tile before
+    static constexpr int received = empty + 8 * 24;    ///< [4] parts (and, for the first tile, squares) of the whole cluster
+    static constexpr int may_send = received + 8 * 4;  ///< the cluster has read the parts of the tile before
     static constexpr int token_full = may_send + 8;  ///< [16] a block of pooled latents has come,
     static constexpr int token_empty = token_full + 8 * max_token_ring;  ///< [16] it has been multiplied
     static constexpr int epoch = token_empty + 8 * max_token_ring;        ///< word: this call's
