@@ -291,6 +291,16 @@ struct Gather {
         return f;
     }
 
+    /// One word first: while nothing has come, polling takes little of what the link and the weights need too.
+    LATENT_MOE_DEVICE void await_item(const uint4* box, const PoolItem& item) {
+        const int first = item.unit - thread % 32;
+        if (first >= min(item.end, p.latent_units)) return;
+        const std::uint32_t* word = &box[item.token * p.latent_units + first].x;
+        while (load_relaxed(word) == Element<Dtype::bf16>::sentinel) {
+            if (wait.over(1 - p.rank, Phase::gather)) break;
+        }
+    }
+
     LATENT_MOE_DEVICE std::uint32_t fill_pool(const State& state, const Slot<Cta>& slot, PoolFiller& filler) {
         constexpr int n = Tile::items_at_once;
         const int lane = thread % 32, grid = static_cast<int>(gridDim.x);
@@ -309,6 +319,9 @@ struct Gather {
             }
             if constexpr (pair) {
                 const uint4* box = slot.latents_from(1 - p.rank);
+#ifdef PREPOLL
+                await_item(box, items[0]);
+#endif
                 take<n>(
                     x, wait, Phase::gather,
                     [&](int k) { return is_inside(k) ? box + items[k].token * p.latent_units + items[k].unit : nullptr; },
@@ -333,6 +346,7 @@ struct Gather {
                 store_relaxed<Scope::device>(pool + (u >> 3) * (pool_block_bytes / 16) + t * 8 + ((u ^ t) & 7), product);
                 if (p.digest && is_inside(k)) digest += digest_of(product, items[k].token * p.latent_units + items[k].unit);
             }
+            fence_proxy_async_global();
             __syncwarp();
             if (lane == 0) {
                 fence<Scope::device>();
@@ -363,6 +377,9 @@ struct Gather {
 
     /// Only now: the link is what the latents of all wait for, and so does the fence behind them.
     LATENT_MOE_DEVICE void publish_shared(const Slot<Cta>& slot) const {
+#ifndef NOBAR
+        sync_threads_of(tokens_ready, threads);
+#endif
         Publisher<Cta, 2> shared(cta, thread, threads, false);
         shared.load();
         shared.send_all(slot);

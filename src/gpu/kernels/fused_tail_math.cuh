@@ -74,7 +74,11 @@ struct Math {
     LATENT_MOE_DEVICE State publish() const {
         if constexpr (Tile::pooled) {
             constexpr int at_once = std::max(1, Tile::tokens / Tile::math_warps / 8);
+#ifdef ROWMAJOR
+            Publisher<Cta, at_once> latents(cta, thread, threads, true);
+#else
             ItemPublisher<Cta, at_once> latents(cta, warp, Tile::math_warps);
+#endif
             dependency_wait();
             latents.load();
             const State state = load_state(p);

@@ -54,7 +54,7 @@ struct Tile {
 
     static constexpr int max_ring = max_ring_of(rows);
     /// Items of the pool that a warp sums together, with one fence.
-    static constexpr int items_at_once = tokens > 64 ? 2 : 1;
+    static constexpr int items_at_once = tokens <= 64 ? 1 : rows == 64 ? 2 : 3;
     /// Rows that a thread polls together, if there is one peer.
     static constexpr int gather_at_once = tokens <= 8 ? 2 : tokens <= 32 ? 4 : 6;
 

@@ -74,18 +74,22 @@ LATENT_MOE_DEVICE void stream_tokens(const Cta& cta, const State& state, int lan
         if (++block == cta.blocks) block = 0;
         if (++place == p.token_ring) place = 0, ++round;
     };
+    // A lane looks at each count: one look takes a while.
+    const int own_items = min(p.items_of_count, p.pool_items - lane * p.items_of_count);
+    const auto all = static_cast<std::uint32_t>(p.tokens * max(own_items, 0));
+    const auto look = [&] {
+        bool there = false;
+        if (lane < pool_counts) there = load_acquire<Scope::device>(pool_count(p, state, cta.part, lane)) == all;
+        return __ballot_sync(0xffffffffu, there);
+    };
+    unsigned there = 0;  // bit c: what count c counts
     int next = 0;
 #pragma unroll 1
     for (int count = 0; next < cta.blocks; ++count) {
-        const int items = min(p.items_of_count, p.pool_items - count * p.items_of_count);
         const int end = min(next + p.items_of_count * (pool_item_units / 8), cta.blocks);
-        if (lane == 0) {
-            const auto all = static_cast<std::uint32_t>(p.tokens * items);
-            wait_locally([&] { return load_acquire<Scope::device>(pool_count(p, state, cta.part, count)) == all; });
-            fence_proxy_async_all();
-            stamp<Tile>(p, last_latents_done, true);
-        }
+        wait_locally([&] { return (there >> count & 1) != 0 || ((there = look()) >> count & 1) != 0; });
         __syncwarp();
+        stamp<Tile>(p, last_latents_done, lane == 0);
         const int free = max(0, min(end, p.token_ring) - next);
         if (lane < free) issue(next + lane, next + lane);  // all at once: one after the other, each takes a while to leave
         next += free;
