@@ -428,7 +428,7 @@ struct Problem {
             if (knobs.at_once >= 0) p.prefetch_at_once = knobs.at_once;
             if (knobs.pace >= 0) p.prefetch_clocks = knobs.pace;
             if (knobs.digest >= 0) p.digest = knobs.digest != 0;
-            if (knobs.rows > 0 && width >= 32) p.rows = knobs.rows, p.split = knobs.split, p.clusters = knobs.clusters;
+            if (knobs.rows > 0) p.rows = knobs.rows, p.split = knobs.split, p.clusters = knobs.clusters;
             CUDA(fused_tail_fits(shape, p));
             std::printf("plan H=%ld L=%ld R=%d M<=%d: tile %d x %d, split %d, %d clusters, grid %d\n",
                         static_cast<long>(shape.hidden), static_cast<long>(shape.latent), world(), width, p.rows, p.tokens,
@@ -1173,7 +1173,10 @@ void bench(std::int64_t hidden, std::int64_t latent, int world, bool norm, const
 void stages(int tokens) {
     Problem p(7168, 3584, 2, true, 12, alone);
     const std::size_t words = std::size_t{256} * fused::stamps_per_cta * p.layers;
-    p.each([&](int r) { p.ranks[r].stamps = allocate<long long>(words); });
+    p.each([&](int r) {
+        p.ranks[r].stamps = allocate<long long>(words);
+        CUDA(cudaMemset(p.ranks[r].stamps, 0, words * 8));
+    });
     auto exec = capture(p, true, tokens, nullptr, 1, true);
     for (int i = 0; i < 4; ++i) p.each([&](int r) { CUDA(cudaGraphLaunch(exec[r], p.ranks[r].stream)); });
     p.sync();
@@ -1187,17 +1190,19 @@ void stages(int tokens) {
         std::printf("stages M=%d rank %d, us from the predecessor's end, mean / latest CTA:", tokens, r);
         for (int s = 1; s < fused::stage_count; ++s) {
             double mean = 0, latest = 0;
+            int stamped = 0;  // not every CTA passes every stage
             for (int l = 2; l < p.layers; ++l) {
                 double most = -1e9;
                 for (int b = 0; b < grid; ++b) {
                     const long long* t = &all[(std::size_t{256} * l + b) * fused::stamps_per_cta];
                     const int from = s == fused::predecessor_over ? 0 : static_cast<int>(fused::predecessor_over);
                     const double us = static_cast<double>(t[s] - t[from]) / 1980;
-                    mean += us / grid / (p.layers - 2), most = std::max(most, us);
+                    if (t[s] == 0) continue;
+                    mean += us, ++stamped, most = std::max(most, us);
                 }
                 latest += most / (p.layers - 2);
             }
-            std::printf(" %s %.2f/%.2f", names[s], mean, latest);
+            std::printf(" %s %.2f/%.2f", names[s], mean / std::max(stamped, 1), latest);
         }
         std::printf("\n");
         cudaFree(p.ranks[r].stamps);

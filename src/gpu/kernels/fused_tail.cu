@@ -11,7 +11,8 @@
 //                                      │             Σ squares ─▶ the cluster ──────────────┤
 //                                      │ shared_b ─▶ Σ shared ──────────────────────────────┘
 //                                      │ re-arm the slot of the call before          columns_b, as they come ─▶ out
-//   tokens (17 and more)               │ Σ · γ by way of a pool (fused_tail_pool.cuh) ─▶ shared memory, block by block
+//   tokens (17 and more)               │ Σ · γ by way of a pool (fused_tail_pool.cuh) ─▶ shared memory, block by block;
+//                                      │ shared_a is then sent by the gathering warps, after their latents
 //   protocol                           │ epoch; CTA 0: header_a ─▶ every b, header_b ─▶ checked
 // clang-format on
 //

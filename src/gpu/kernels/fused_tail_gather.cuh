@@ -268,8 +268,8 @@ struct Gather {
     /// Its items, of which the first are known, and their γ there, before there is anything to sum.
     struct PoolFiller {
         int item, end;
-        PoolItem first[Tile::items_at_once];
-        uint4 gamma[Tile::items_at_once];
+        PoolItem items[Tile::items_at_once];
+        uint4 gammas[Tile::items_at_once];
     };
     LATENT_MOE_DEVICE uint4 gamma_of(const PoolItem& item) const {
         if (!p.gamma || item.unit >= p.latent_units) return make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80);
@@ -279,8 +279,8 @@ struct Gather {
 #pragma unroll
         for (int k = 0; k < Tile::items_at_once; ++k) {
             const int item = f.item + k * static_cast<int>(gridDim.x);
-            f.first[k].unit = f.first[k].end = 0;
-            if (item < f.end) f.first[k] = pool_item(cta, item), f.gamma[k] = gamma_of(f.first[k]);
+            f.items[k].unit = f.items[k].end = 0;
+            if (item < f.end) f.items[k] = pool_item(cta, item), f.gammas[k] = gamma_of(f.items[k]);
         }
     }
     LATENT_MOE_DEVICE PoolFiller filler() const {
@@ -308,7 +308,7 @@ struct Gather {
         std::uint32_t digest = 0;
 #pragma unroll 1
         while (filler.item < filler.end) {
-            const PoolItem(&items)[n] = filler.first;
+            const PoolItem(&items)[n] = filler.items;
             const auto exists = [&](int k) { return items[k].unit < items[k].end; };
             const auto is_inside = [&](int k) { return exists(k) && items[k].unit < p.latent_units; };
             uint4 own[n], x[n];
@@ -319,9 +319,7 @@ struct Gather {
             }
             if constexpr (pair) {
                 const uint4* box = slot.latents_from(1 - p.rank);
-#ifdef PREPOLL
                 await_item(box, items[0]);
-#endif
                 take<n>(
                     x, wait, Phase::gather,
                     [&](int k) { return is_inside(k) ? box + items[k].token * p.latent_units + items[k].unit : nullptr; },
@@ -341,7 +339,7 @@ struct Gather {
                         x[k] = U::pack(sum);
                     }
                 }
-                const uint4 product = multiply_bf16(x[k], filler.gamma[k]);
+                const uint4 product = multiply_bf16(x[k], filler.gammas[k]);
                 const auto t = static_cast<std::uint32_t>(items[k].token), u = static_cast<std::uint32_t>(items[k].unit);
                 store_relaxed<Scope::device>(pool + (u >> 3) * (pool_block_bytes / 16) + t * 8 + ((u ^ t) & 7), product);
                 if (p.digest && is_inside(k)) digest += digest_of(product, items[k].token * p.latent_units + items[k].unit);
@@ -375,11 +373,10 @@ struct Gather {
         return digest;
     }
 
-    /// Only now: the link is what the latents of all wait for, and so does the fence behind them.
+    /// Once all warps have filled their part of the pool: a fence waits for whatever its multiprocessor has on the link, and
+    /// the latents of all need the link first.
     LATENT_MOE_DEVICE void publish_shared(const Slot<Cta>& slot) const {
-#ifndef NOBAR
         sync_threads_of(tokens_ready, threads);
-#endif
         Publisher<Cta, 2> shared(cta, thread, threads, false);
         shared.load();
         shared.send_all(slot);
@@ -454,14 +451,14 @@ struct Gather {
     template <class AnnounceAndFinish>
     LATENT_MOE_DEVICE void run(AnnounceAndFinish announce_and_finish) {
         if constexpr (Tile::pooled) {
-            PoolFiller items = filler();
+            PoolFiller pool_filler = filler();
             dependency_wait();
             stamp<Tile>(p, predecessor_over, thread == 0);
             const State state = load_state(p);
             if (p.release && thread == 0) release_dependents();
             const Slot<Cta> slot(cta, state.slot);
             const uint4 own = first_own_shared();
-            const std::uint32_t digest = fill_pool(state, slot, items);
+            const std::uint32_t digest = fill_pool(state, slot, pool_filler);
             publish_shared(slot);
             cluster::wait();
             if (p.rms_norm) add_up_squares(cta, state, thread / 32, threads / 32, thread % 32);

@@ -210,7 +210,8 @@ LATENT_MOE_DEVICE std::uint32_t* pool_squares_of(const Params& p, std::uint32_t 
     return reinterpret_cast<std::uint32_t*>(p.pool + slot * p.pool_slot_bytes + std::int64_t{p.blocks} * pool_block_bytes);
 }
 
-/// Of the slot before `state.slot`, as `rearm`: the squares of all rows that the call before may have pooled, and the counts.
+/// Of the slot before `state.slot`, as `rearm`: the squares of all rows that the call before may have pooled, and the
+/// counts.
 LATENT_MOE_DEVICE void rearm_pool(const Params& p, const State& state, int thread, int threads) {
     const std::uint32_t slot = state.slot == 0 ? slots - 1 : state.slot - 1;
     const std::uint32_t rows = min(state.rows_before(), static_cast<std::uint32_t>(most_pooled_rows));

@@ -69,16 +69,12 @@ struct Math {
         return Tile::math_warps * Tile::fragment_data_bytes / Tile::signals;
     }
 
-    /// Waits for the predecessor. Returns the state of the calls. With few tokens one half of the threads sends the latents and
-    /// the other the shared slices; with many, all send latents, and the gathering warps the others, later.
+    /// Waits for the predecessor. Returns the state of the calls. With few tokens one half of the threads sends the latents
+    /// and the other the shared slices; with many, all send latents, and the gathering warps the others, later.
     LATENT_MOE_DEVICE State publish() const {
         if constexpr (Tile::pooled) {
             constexpr int at_once = std::max(1, Tile::tokens / Tile::math_warps / 8);
-#ifdef ROWMAJOR
-            Publisher<Cta, at_once> latents(cta, thread, threads, true);
-#else
             ItemPublisher<Cta, at_once> latents(cta, warp, Tile::math_warps);
-#endif
             dependency_wait();
             latents.load();
             const State state = load_state(p);
@@ -150,8 +146,8 @@ struct Math {
                     if (frees_weights && lane == 0)
                         mbarrier::arrive(cta.bar(Barriers::empty, at.place == 0 ? p.ring - 1 : at.place - 1));
                     if (frees_tokens && lane == 0)
-                        mbarrier::arrive(cta.bar(Barriers::token_empty,
-                                                 at.token_place == 0 ? p.token_ring - 1 : at.token_place - 1));
+                        mbarrier::arrive(
+                            cta.bar(Barriers::token_empty, at.token_place == 0 ? p.token_ring - 1 : at.token_place - 1));
                 }
                 ++at.index;
                 if (++at.place == p.ring) at.place = 0, ++at.round;
@@ -362,7 +358,8 @@ struct Math {
                 if (thread < cta.split()) {
                     if (thread == 0) {
 #pragma unroll
-                        for (int i = 0; i < Tile::signals; ++i) mbarrier::expect(cta.bar(Barriers::received, i), parts_received());
+                        for (int i = 0; i < Tile::signals; ++i)
+                            mbarrier::expect(cta.bar(Barriers::received, i), parts_received());
                     }
                     __syncwarp((1u << cta.split()) - 1);
                     arrive_at(cluster::address_at(cta.bar(Barriers::may_send), thread));

@@ -100,14 +100,14 @@ inline constexpr int max_token_ring = 16;
 
 /// mbarriers, then single words.
 struct Barriers {
-    static constexpr int full = 0;                   ///< [24] a block of weights has come
-    static constexpr int empty = full + 8 * 24;      ///< [24] it has been multiplied
+    static constexpr int full = 0;                     ///< [24] a block of weights has come
+    static constexpr int empty = full + 8 * 24;        ///< [24] it has been multiplied
     static constexpr int received = empty + 8 * 24;    ///< [4] parts (and, for the first tile, squares) of the whole cluster
     static constexpr int may_send = received + 8 * 4;  ///< the cluster has read the parts of the tile before
-    static constexpr int token_full = may_send + 8;  ///< [16] a block of pooled latents has come,
+    static constexpr int token_full = may_send + 8;    ///< [16] a block of pooled latents has come,
     static constexpr int token_empty = token_full + 8 * max_token_ring;  ///< [16] it has been multiplied
-    static constexpr int epoch = token_empty + 8 * max_token_ring;        ///< word: this call's
-    static constexpr int latent_ready = epoch + 4;                        ///< word, a hint for the weight warp
+    static constexpr int epoch = token_empty + 8 * max_token_ring;       ///< word: this call's
+    static constexpr int latent_ready = epoch + 4;                       ///< word, a hint for the weight warp
     static constexpr int bytes = latent_ready + 4;
 };
 static_assert(Barriers::bytes <= at_ring);

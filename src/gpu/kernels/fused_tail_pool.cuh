@@ -1,16 +1,23 @@
 // With many tokens, the latents of a GPU are summed once, into a pool, instead of once in every cluster.
 //
 //     an item is up to 256 columns of a row, inside one part of K; each gathering warp takes some:
-//         own row, the peers' from their mailboxes ─▶ Σ, rounded ─▶ · γ, rounded ─▶ pool, as wgmma reads it
-//                                                               └─▶ Σ squares ───▶ pool        ─▶ count of the part
-//     one warp of each CTA: count of its part is whole ─▶ bulk copies, block by block, into a ring in shared memory
-//     gathering warps, a block each: what a copy was too early for is fetched again ─▶ the block may be multiplied
-//     one warp of each CTA: each row's squares, added up in the order of parts and items
+//         own row, the peers' from their mailboxes ─▶ Σ, rounded ─▶ · γ, rounded ─▶ pool, as wgmma reads it ─▶ count
+//                                                               └─▶ Σ squares ───▶ pool
+//     one warp of each CTA: a count of its part of K is whole ─▶ bulk copies, block by block, into a ring in shared memory
+//     gathering warps: each row's squares, added up in the order of parts and items
 //
-// MEMORY ORDER, all of it inside one GPU. The pool is a mailbox (mailbox.h): a word that is not the sentinel is one that was
-// put there, whoever reads it and however; so every word is looked at before it is used, and one that still is the sentinel
-// is polled. The count orders nothing (a fence between data and count cost a microsecond and more): it only says when
-// copying is worth while. Pool and counts have a slot for each slot of the mailboxes and are re-armed with it, a call later.
+// Items, the sending of latents (fused_tail_publish.cuh) and the counts go through K in the same order, so that the product
+// begins with the first columns while the last are still on the link.
+//
+// MEMORY ORDER, all of it inside one GPU. Each lane's stores to the pool, its proxy fence → barrier of the warp → one lane's
+// fence, and its addition to the count → load of the count with acquire → barrier of the warp → bulk copies. PTX asks for a
+// proxy fence on the way from ordinary stores to a bulk copy; at the reader's end it took a microsecond a count, behind
+// copies under way. The squares are a mailbox (mailbox.h): no count covers them; what is not `no_square` has come. Latents,
+// squares and counts have a slot for each slot of the mailboxes; squares and counts are re-armed with it, a call later.
+// Latents need not be: they are written again three calls later, and the kernels that read them have ended.
+//
+// A fence waits for all that its multiprocessor has under way, stores to peers too. So shared slices leave only when the
+// CTA has filled its part of the pool.
 //
 // Here nobody waits with a bound: what is waited for depends on warps of this grid, which is resident as a whole, and their
 // own waits for peers are bounded.
