@@ -102,8 +102,8 @@ struct Math {
 
     /// This warp's fragment: 16 rows of the tile, all tokens. The first time, the tokens are still being gathered.
     LATENT_MOE_DEVICE void multiply(bool first_time, Progress& at, float (&sum)[Tile::tokens / 2]) const {
-        constexpr int width = Tile::tokens, groups = 1;  // of tokens: one wgmma
-        float acc[Tile::chains][groups][width / 2] = {};
+        constexpr int width = Tile::tokens;
+        float acc[Tile::chains][width / 2] = {};
         const int freed = cta.turns() * cta.blocks - p.ring;  // blocks whose place somebody waits for
         const std::uint32_t weights = cta.ring(0) + warp / 4 * 64 * PackedLayout::row_bytes,
                             tokens = cta.memory + p.at.tokens;
@@ -127,14 +127,10 @@ struct Math {
                 wgmma_begin();
 #pragma unroll
                 for (int step = 0; step < 4; ++step) {
-#pragma unroll
-                    for (int g = 0; g < groups; ++g) {
-                        if constexpr (width == 128) {
-                            Wgmma<width>::multiply_bf16(acc[step % Tile::chains][g], w + 2 * step, t + 2 * step, true);
-                        } else {
-                            Wgmma<width>::template multiply<Dtype::bf16>(acc[step % Tile::chains][g], w + 2 * step,
-                                                                         t + 2 * step);
-                        }
+                    if constexpr (width == 128) {
+                        Wgmma<width>::multiply_bf16(acc[step % Tile::chains], w + 2 * step, t + 2 * step, true);
+                    } else {
+                        Wgmma<width>::template multiply<Dtype::bf16>(acc[step % Tile::chains], w + 2 * step, t + 2 * step);
                     }
                 }
                 wgmma_commit();
@@ -159,15 +155,12 @@ struct Math {
 #pragma unroll
             for (auto& chain : acc) {
 #pragma unroll
-                for (auto& group : chain) {
-#pragma unroll
-                    for (float& value : group) wgmma_result(value);
-                }
+                for (float& value : chain) wgmma_result(value);
             }
         }
 #pragma unroll
         for (int i = 0; i < Tile::tokens / 2; ++i) {
-            const auto chain = [&](int c) { return acc[c][i / (width / 2)][i % (width / 2)]; };
+            const auto chain = [&](int c) { return acc[c][i]; };
             sum[i] = chain(0);
             if constexpr (Tile::chains == 2) sum[i] += chain(1);
             if constexpr (Tile::chains == 4) sum[i] = (chain(0) + chain(1)) + (chain(2) + chain(3));
