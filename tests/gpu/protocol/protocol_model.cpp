@@ -4,8 +4,10 @@
 //     protocol_model [factor [model]]    factor: times the usual number of executions; one line a model; exit 1 if one
 //     failed
 #include <algorithm>
+#include <cstddef>
 #include <cstdlib>
 #include <iostream>
+#include <optional>
 #include <string>
 
 // Brings the target, Relacy, with it.
@@ -57,7 +59,7 @@ private:
 };
 
 /// Ranks, each a grid of `ctas` CTAs of `waves` waves, one fiber a thread. `Derived` has `calls`, `kernel(call)`,
-/// `begin()` and `first_word(offset)`: what a word behind the control words holds at first.
+/// `begin()` and `first_word(offset)`: what a word behind the control words holds at first; nothing: nobody touches it.
 template <class Derived, int ctas, int waves>
 struct Grids : rl::test_suite<Derived, world * ctas * waves * world>, model::Neighbours {
     static constexpr int of_cta = waves * world, of_rank = ctas * of_cta, all = world * of_rank;
@@ -85,8 +87,9 @@ struct Grids : rl::test_suite<Derived, world * ctas * waves * world>, model::Nei
         }
         for (std::size_t w = 0; w < std::size(words); ++w) {
             const std::size_t in_rank = w % words_of_rank;
-            words[w].store(in_rank < control_words ? 0 : Derived::first_word((in_rank - control_words) * 4), rl::mo_relaxed,
-                           $);
+            const std::optional<std::uint32_t> first =
+                in_rank < control_words ? 0 : Derived::first_word((in_rank - control_words) * 4);
+            if (first) words[w].store(*first, rl::mo_relaxed, $);
         }
         for (auto& b : kernel_ends) b.reset(of_rank);
         for (auto& b : cta_barriers) b.reset(of_cta);
@@ -156,7 +159,7 @@ struct AllReduceModel : Grids<AllReduceModel<stages>, 2, 1> {
     static constexpr int calls = std::size(rows_of_call);
     uint4 x[world][calls][most_rows], y[world][calls][most_rows];
 
-    static std::uint32_t first_word(std::size_t) { return U::sentinel().x; }
+    static std::optional<std::uint32_t> first_word(std::size_t) { return U::sentinel().x; }
     void begin() {
         for (int r = 0; r < world; ++r) {
             for (int c = 0; c < calls; ++c) {
@@ -201,7 +204,9 @@ struct FusedTailModel : Grids<FusedTailModel, 2, 3> {
     uint4 routed[world][calls][most_rows], partials[world][calls][most_rows][world], out[world][calls][most_rows][world];
 
     static int place_of(int row, int column_owner) { return 2 + most_rows * column_owner + row; }
-    static std::uint32_t first_word(std::size_t offset) {
+    static std::optional<std::uint32_t> first_word(std::size_t offset) {
+        constexpr std::size_t counts = offsetof(fused::Head, pooled);
+        if (offset >= counts && offset < counts + sizeof fused::Head::pooled) return std::nullopt;
         return offset < static_cast<std::size_t>(fused::state_bytes) ? 0 : U::sentinel().x;
     }
     void begin() {

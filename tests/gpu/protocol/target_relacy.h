@@ -48,7 +48,7 @@ namespace latent_moe::gpu {
 namespace model {
 
 inline constexpr int most_threads = 54;
-inline constexpr int most_words = 4096;
+inline constexpr int most_words = 20480;
 inline constexpr int most_ranks = 3;
 inline constexpr int most_headers = 256;
 
