@@ -133,16 +133,24 @@ constexpr Compiled compiled() {
 }
 
 constexpr Known pairs_of_four{.split = 4, .world = 2, .turns = 1};
+constexpr Known float8{.float8 = true}, float8_pairs_of_four{.split = 4, .world = 2, .turns = 1, .float8 = true};
 
 /// The first that serves a plan is taken: what is known at compile time comes first.
 constexpr Compiled tiles[] = {
 #ifdef LATENT_MOE_FUSED_STAMPS
     compiled<8, 128, Known{4, 2, 1, true}>(),
+    compiled<8, 128, Known{4, 2, 1, true, true}>(),
     compiled<16, 128, Known{4, 2, 1, true}>(),
     compiled<32, 128, Known{4, 2, 1, true}>(),
     compiled<64, 128, Known{4, 2, 1, true}>(),
     compiled<128, 128, Known{4, 2, 1, true}>(),
 #endif
+    compiled<8, 128, float8_pairs_of_four>(),
+    compiled<16, 128, float8_pairs_of_four>(),
+    compiled<8, 128, float8>(),
+    compiled<16, 128, float8>(),
+    compiled<8, 64, float8>(),
+    compiled<16, 64, float8>(),
     compiled<8, 128, pairs_of_four>(),
     compiled<16, 128, pairs_of_four>(),
     compiled<32, 128, pairs_of_four>(),
@@ -166,7 +174,7 @@ const Compiled* find(const FusedTailShape& shape, const FusedTailPlan& plan, boo
         (shape.hidden / shape.world + plan.rows * plan.clusters - 1) / std::max(1, plan.rows * plan.clusters);
     for (const Compiled& c : tiles) {
         const auto serves = [](int known, std::int64_t actual) { return known == 0 || known == actual; };
-        if (c.tokens == plan.tokens && c.rows == plan.rows && (stamps || !c.known.stamps) &&
+        if (c.tokens == plan.tokens && c.rows == plan.rows && c.known.float8 == plan.float8 && (stamps || !c.known.stamps) &&
             serves(c.known.split, plan.split) && serves(c.known.world, shape.world) && serves(c.known.turns, turns)) {
             return &c;
         }
@@ -333,10 +341,13 @@ cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, in
     for (; width >= 8; width /= 2) {
         std::int64_t best = INT64_MAX;
         for (const fused::Compiled& tile : fused::tiles) {
-            if (tile.tokens != width || tile.known.split != 0) continue;  // the same tile, more known, takes the same plans
+            // The same tile, more known, takes the same plans.
+            if (tile.tokens != width || tile.known.split != 0 || tile.known.float8 != plan->float8) continue;
             for (int split = 1; split <= fused::max_split; split *= 2) {
                 FusedTailPlan candidate;
-                candidate.token_ring = tile.tokens >= 128 ? 4 : tile.tokens >= 64 ? 6 : 8;  // measured, K3 at TP 2
+                candidate.float8 = tile.known.float8;
+                if (candidate.float8) candidate.in_flight_early = 12, candidate.in_flight_late = 24;  // half as many bytes
+                candidate.token_ring = tile.tokens >= 128 ? 4 : tile.tokens >= 64 ? 6 : 8;            // measured, K3 at TP 2
                 candidate.tokens = tile.tokens, candidate.rows = tile.rows, candidate.split = split;
                 const int all = static_cast<int>((shape.hidden / shape.world + tile.rows - 1) / tile.rows);
                 int most = std::min({all, max_ctas / split, max_grid / split});
@@ -413,8 +424,9 @@ cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
         static_cast<std::uint32_t>(std::min<std::uint64_t>((op.exchange.timeout_ns >> fused::tick_log2_ns) + 1, 1u << 30));
     p.stamps = op.stamps;
     if (op.tokens > 0 && tile->pooled && !op.workspace) return cudaErrorInvalidValue;
-    if (op.tokens > 0 && (!p.routed || !p.out || !p.weights || !aligned(p.routed) || !aligned(p.shared) ||
-                          !aligned(p.prefix) || !aligned(p.out) || reinterpret_cast<std::uintptr_t>(p.gamma) % 16 != 0)) {
+    if (op.tokens > 0 &&
+        (!p.routed || !p.out || !p.weights || !aligned(p.routed) || !aligned(p.shared) || !aligned(p.prefix) ||
+         !aligned(p.out) || (op.plan.float8 && !p.column_scales) || reinterpret_cast<std::uintptr_t>(p.gamma) % 16 != 0)) {
         return cudaErrorInvalidValue;
     }
     if (op.tokens == 0) {

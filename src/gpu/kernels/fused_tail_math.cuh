@@ -5,6 +5,7 @@
 //     Σ parts in the order of K · factor · scale + Σ shared, rounded; + prefix, rounded ──▶ out, and every peer's mailbox
 #pragma once
 
+#include "gpu/kernels/fused_tail_float8.cuh"
 #include "gpu/kernels/fused_tail_gather.cuh"
 #include "gpu/kernels/fused_tail_mailboxes.cuh"
 #include "gpu/kernels/fused_tail_stamps.cuh"
@@ -174,6 +175,13 @@ struct Math {
 
     /// This warp's fragment: 16 rows of the tile, all tokens. The first time, the tokens are still being gathered.
     LATENT_MOE_DEVICE void multiply(bool first_time, Progress& at, float (&sum)[Tile::tokens / 2]) const {
+        if constexpr (Tile::known.float8) {
+            multiply_float8(*this, first_time, at, sum);
+        } else {
+            multiply_bf16(first_time, at, sum);
+        }
+    }
+    LATENT_MOE_DEVICE void multiply_bf16(bool first_time, Progress& at, float (&sum)[Tile::tokens / 2]) const {
         constexpr int width = Tile::tokens < 64 ? Tile::tokens : 64, groups = Tile::tokens / width;  // of tokens: one wgmma
         float acc[Tile::chains][groups][width / 2] = {};
         const int freed = cta.turns() * cta.blocks - p.ring;  // blocks whose place somebody waits for
@@ -312,6 +320,21 @@ struct Math {
         return p.prefix.data && i.exists ? load(word_of(p.prefix, i)) : Words{};
     }
 
+    /// Of an item's columns: e4m3 has them always, and reads them early, because far memory is most of a microsecond away.
+    static constexpr bool early_scales = Tile::known.float8;
+    struct Scales {
+        float at[item_columns];
+    };
+    LATENT_MOE_DEVICE Scales scales_of(const Item& i) const {
+        Scales scales{};
+        if constexpr (early_scales) {
+#pragma unroll
+            for (int e = 0; e < item_columns; ++e)
+                if (i.exists) scales.at[e] = p.column_scales[2 * i.word + e];
+        }
+        return scales;
+    }
+
     /// Σ over the parts of K, in their order, of an item's products; and the row's factor.
     LATENT_MOE_DEVICE void sum_parts(const Item& i, float (&sum)[item_columns], float& factor) const {
         const std::uint32_t stride = cta.fragments() * Tile::fragment_bytes;
@@ -346,13 +369,15 @@ struct Math {
         factor = p.rms_norm ? p.scale * rms_factor(squares, p.inverse_latent, p.epsilon) : p.scale;
     }
 
-    LATENT_MOE_DEVICE void finish(const Slot<Cta>& slot, int turn, const Item& first, const Words& first_prefix) const {
+    LATENT_MOE_DEVICE void finish(const Slot<Cta>& slot, int turn, const Item& first, const Words& first_prefix,
+                                  const Scales& first_scales) const {
         using E = Element<Dtype::bf16>;
 #pragma unroll 1
         for (int index = thread; index < item_count(); index += finishing_threads) {
             const Item i = index == thread ? first : item(cta.tile(turn), index);
             if (!i.exists) continue;
             const Words prefix = index == thread ? first_prefix : prefix_of(i);
+            const Scales scales = index == thread ? first_scales : scales_of(i);
             float sum[item_columns], factor, shared[item_columns];
             sum_parts(i, sum, factor);
             const std::uint32_t shared_at =
@@ -367,7 +392,11 @@ struct Math {
                 for (int e = 0; e < 2; ++e) {
                     // A factor of 0 (the squares overflowed): the row's latents count as 0, however large they are.
                     float product = p.rms_norm && factor == 0 ? 0 : factor * sum[2 * w + e];
-                    if (p.column_scales) product *= p.column_scales[2 * (i.word + w) + e];
+                    if constexpr (early_scales) {
+                        product *= scales.at[2 * w + e];
+                    } else if (p.column_scales) {
+                        product *= p.column_scales[2 * (i.word + w) + e];
+                    }
                     two[e] = shared[2 * w + e] + product;
                 }
                 result.at[w] = E::pack(two);
@@ -390,9 +419,10 @@ struct Math {
     LATENT_MOE_DEVICE void help_to_finish(const Slot<Cta>& slot) const {
         const Item first = item(cta.tile(0), thread);
         const Words prefix = prefix_of(first);
+        const Scales scales = scales_of(first);
         sync_threads_of(shared_ready, threads + Tile::gather_threads);
         wait_locally(cta.bar(Barriers::received), 0);
-        finish(slot, 0, first, prefix);
+        finish(slot, 0, first, prefix, scales);
     }
 
     LATENT_MOE_DEVICE void run() {
@@ -405,6 +435,7 @@ struct Math {
         for (int turn = 0; turn < cta.turns(); ++turn) {
             const Item first = item(cta.tile(turn), thread);
             const Words prefix = prefix_of(first);
+            const Scales scales = scales_of(first);
             float sum[Tile::tokens / 2];
             multiply(turn == 0, at, sum);
             stamp<Tile>(p, multiply_done, thread == 0);
@@ -415,7 +446,7 @@ struct Math {
             if (turn == 0) sync_threads_of(shared_ready, threads + Tile::gather_threads);
             wait_locally(cta.bar(Barriers::received), turn & 1);
             stamp<Tile>(p, parts_there, thread == 0);
-            finish(slot, turn, first, prefix);
+            finish(slot, turn, first, prefix, scales);
             stamp<Tile>(p, columns_sent, thread == 0);
             if (Cta::known.turns != 1 && turn + 1 < cta.turns()) {
                 sync_threads_of(parts_read, threads);
