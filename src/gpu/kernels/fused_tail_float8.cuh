@@ -4,8 +4,8 @@
 //     mma.sync × the tokens in shared memory ──▶ sums in float32, in the order of K
 //
 // A warp works for itself: with weights in registers wgmma's waits between writing and multiplying them cost more than they
-// gave (a block took 500 clocks). The first block is in registers before the tokens are there; a place of the ring is free
-// as soon as it has been read.
+// gave (a block took 500 clocks). A block is loaded while the one before it is multiplied, and its place of the ring is free
+// at once.
 #pragma once
 
 #include "gpu/kernels/fused_tail_params.cuh"
@@ -48,43 +48,36 @@ LATENT_MOE_DEVICE void multiply_float8(const Math& math, bool first_time, typena
     const auto& cta = math.cta;
     const Params& p = math.p;
     const int lane = math.thread % 32;
-    const int total = cta.turns() * cta.blocks;
+    int ring = p.ring;
+    asm volatile("" : "+r"(ring));                      // in a register: the constant cache is too far away for every round
+    const int freed = cta.turns() * cta.blocks - ring;  // blocks whose place somebody waits for
     const std::uint32_t weights = cta.ring(0) + math.warp * PackedFloat8Layout::fragment_bytes + lane * 16;
     const std::uint32_t tokens = cta.memory + p.at.tokens + lane % 8 * PackedLayout::row_bytes;
     const int blocks_of_pass = static_cast<int>(static_cast<unsigned>(p.gather_columns) / 8);
     int next_pass = 0, barrier = tokens_ready;
-    float acc[Tile::chains][groups][4] = {};
+    float acc[Tile::chains][groups][4];
 
-    std::uint32_t words[8];  // of the next block
-    const auto load = [&] {
-        wait_locally(cta.bar(Barriers::full, at.place), at.round & 1);
-        stamp<Tile>(p, last_weights, math.thread == 0);
-        const std::uint32_t from = weights + at.place * Tile::weight_bytes;
-        const auto a = load_shared<uint4>(from), b = load_shared<uint4>(from + PackedFloat8Layout::half_bytes);
-        words[0] = a.x, words[1] = a.y, words[2] = a.z, words[3] = a.w;
-        words[4] = b.x, words[5] = b.y, words[6] = b.z, words[7] = b.w;
-        if (at.index < total - p.ring) {  // somebody waits for its place
-            __syncwarp();
-            if (lane == 0) mbarrier::arrive(cta.bar(Barriers::empty, at.place));
+    std::uint32_t words[8] = {};
+    const auto multiply = [&](int block) {
+        uint4 next[2] = {};
+        if (block + 1 < cta.blocks) {
+            wait_locally(cta.bar(Barriers::full, at.place), at.round & 1);
+            stamp<Tile>(p, last_weights, math.thread == 0);
+            const std::uint32_t from = weights + at.place * Tile::weight_bytes;
+            next[0] = load_shared<uint4>(from), next[1] = load_shared<uint4>(from + PackedFloat8Layout::half_bytes);
         }
-        ++at.index;
-        if (++at.place == p.ring) at.place = 0, ++at.round;
-    };
-
-    load();
-#pragma unroll 1
-    for (int block = 0; block < cta.blocks; ++block) {
         if (first_time && block == next_pass) {
             sync_threads_of(barrier++, Math::threads + Tile::gather_threads);
             next_pass += blocks_of_pass;
         }
+        const std::uint32_t of_block = block < 0 ? cta.ring(0) : tokens + block * Tile::token_bytes;  // or anything there
         std::uint32_t b[groups][2][4];  // [two steps][their 16-byte units]
 #pragma unroll
         for (int g = 0; g < groups; ++g) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int unit = (4 * half + lane / 8) ^ lane % 8;
-                load_matrices(b[g][half], tokens + block * Tile::token_bytes + g * 8 * PackedLayout::row_bytes + unit * 16);
+                load_matrices(b[g][half], of_block + g * 8 * PackedLayout::row_bytes + unit * 16);
             }
         }
         std::uint32_t a[2 * 8];
@@ -99,7 +92,32 @@ LATENT_MOE_DEVICE void multiply_float8(const Math& math, bool first_time, typena
                                          a[4 * step + 3], of_half[step % 2 * 2], of_half[step % 2 * 2 + 1]);
             }
         }
-        if (block + 1 < cta.blocks) load();
+        words[0] = next[0].x, words[1] = next[0].y, words[2] = next[0].z, words[3] = next[0].w;
+        words[4] = next[1].x, words[5] = next[1].y, words[6] = next[1].z, words[7] = next[1].w;
+        if (block + 1 < cta.blocks) {
+            if (at.index < freed) {
+                __syncwarp();
+                if (lane == 0) mbarrier::arrive(cta.bar(Barriers::empty, at.place));
+            }
+            ++at.index;
+            if (++at.place == p.ring) at.place = 0, ++at.round;
+        }
+    };
+    // The first round multiplies nothing: it loads the first block, and fetches the loop's instructions, which takes most of
+    // a microsecond, while the tokens are on their way. Zeros times what may be infinite: the sums begin after it.
+    int block = -1;
+#pragma unroll 1
+    for (int end = 0; block < cta.blocks; end = cta.blocks) {
+#pragma unroll
+        for (auto& chain : acc) {
+#pragma unroll
+            for (auto& group : chain) {
+#pragma unroll
+                for (float& value : group) value = 0;
+            }
+        }
+#pragma unroll 1
+        for (; block < end; ++block) multiply(block);
     }
 #pragma unroll
     for (int i = 0; i < Tile::tokens / 2; ++i) {
