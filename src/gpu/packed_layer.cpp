@@ -84,15 +84,15 @@ void GpuPackedLayer::pack_own_float8(const std::byte* codes, cudaStream_t stream
     const std::int64_t rows = wish_.own.count;
     float8_ = DeviceMemory(static_cast<std::size_t>(PackedFloat8Layout{rows, shape_.latent}.bytes()), "e4m3 W_up");
     float8_scales_ = DeviceMemory(static_cast<std::size_t>(rows) * sizeof(float), "row scales");
-    check(
-        pack_float8({.codes = codes,
-                     .row_scales = row_scales_.get() != nullptr ? row_scales() + (wish_.own.first - first_stored_) : nullptr,
-                     .rows = rows,
-                     .latent = shape_.latent,
-                     .packed = float8_.get(),
-                     .scales = reinterpret_cast<float*>(float8_scales_.get())},
-                    stream),
-        "packing kernel");
+    check(pack_float8_weights(
+              {.codes = codes,
+               .row_scales = row_scales_.get() != nullptr ? row_scales() + (wish_.own.first - first_stored_) : nullptr,
+               .rows = rows,
+               .latent = shape_.latent,
+               .packed = float8_.get(),
+               .scales = reinterpret_cast<float*>(float8_scales_.get())},
+              stream),
+          "packing kernel");
 }
 
 bool GpuPackedLayer::packable(std::int64_t rows) const noexcept {

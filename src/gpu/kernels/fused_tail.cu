@@ -74,6 +74,10 @@ __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__
                 Math<Cta<Tile>>(cta, thread, warp).help_to_finish(slot);
             } else {
                 arrive_threads_of(shared_ready, Tile::math_threads + Tile::gather_threads);
+                if constexpr (Tile::helped) {
+                    const int helper = warp - (Tile::weight_warp - Tile::math_warps);
+                    if (helper >= 0 && has_helpers(cta)) help_to_multiply(Math<Cta<Tile>>(cta, thread, helper));
+                }
             }
         });
     } else {

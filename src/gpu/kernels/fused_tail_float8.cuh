@@ -4,8 +4,8 @@
 //     mma.sync × the tokens in shared memory ──▶ sums in float32, in the order of K
 //
 // A warp works for itself: with weights in registers wgmma's waits between writing and multiplying them cost more than they
-// gave (a block took 500 clocks). A block is loaded while the one before it is multiplied, and its place of the ring is free
-// at once.
+// gave (a block took 500 clocks). The first block is in registers before the tokens are there; a place of the ring is free
+// as soon as it has been read.
 #pragma once
 
 #include "gpu/kernels/fused_tail_params.cuh"
@@ -38,9 +38,14 @@ LATENT_MOE_DEVICE void load_matrices(std::uint32_t (&v)[4], std::uint32_t addres
                  : "memory");
 }
 
-/// See `Math::multiply`.
+/// Which of a tile's blocks a group of warps multiplies.
+struct Share {
+    int first, step;
+};
+
+/// See `Math::multiply`. `waits`: for the tokens, pass by pass.
 template <class Math>
-LATENT_MOE_DEVICE void multiply_float8(const Math& math, bool first_time, typename Math::Progress& at,
+LATENT_MOE_DEVICE void multiply_float8(const Math& math, bool waits, Share share, typename Math::Progress& at,
                                        float (&sum)[Math::Tile::tokens / 2]) {
     using Tile = typename Math::Tile;
     static_assert(!Tile::pooled, "with more tokens there is nothing to gain: weights are not what they wait for");
@@ -48,36 +53,44 @@ LATENT_MOE_DEVICE void multiply_float8(const Math& math, bool first_time, typena
     const auto& cta = math.cta;
     const Params& p = math.p;
     const int lane = math.thread % 32;
-    int ring = p.ring;
-    asm volatile("" : "+r"(ring));                      // in a register: the constant cache is too far away for every round
-    const int freed = cta.turns() * cta.blocks - ring;  // blocks whose place somebody waits for
+    const int freed = cta.turns() * cta.blocks - p.ring;  // blocks whose place somebody waits for
     const std::uint32_t weights = cta.ring(0) + math.warp * PackedFloat8Layout::fragment_bytes + lane * 16;
     const std::uint32_t tokens = cta.memory + p.at.tokens + lane % 8 * PackedLayout::row_bytes;
     const int blocks_of_pass = static_cast<int>(static_cast<unsigned>(p.gather_columns) / 8);
-    int next_pass = 0, barrier = tokens_ready;
-    float acc[Tile::chains][groups][4];
+    int next_pass = waits ? 0 : cta.blocks, barrier = tokens_ready;
+    const auto wait_for_tokens = [&] {
+        sync_threads_of(barrier++, Math::threads + Tile::gather_threads);
+        next_pass += blocks_of_pass;
+    };
+    float acc[Tile::chains][groups][4] = {};
 
-    std::uint32_t words[8] = {};
-    const auto multiply = [&](int block) {
-        uint4 next[2] = {};
-        if (block + 1 < cta.blocks) {
-            wait_locally(cta.bar(Barriers::full, at.place), at.round & 1);
-            stamp<Tile>(p, last_weights, math.thread == 0);
-            const std::uint32_t from = weights + at.place * Tile::weight_bytes;
-            next[0] = load_shared<uint4>(from), next[1] = load_shared<uint4>(from + PackedFloat8Layout::half_bytes);
+    std::uint32_t words[8];  // of the next block
+    const auto load = [&] {
+        wait_locally(cta.bar(Barriers::full, at.place), at.round & 1);
+        stamp<Tile>(p, last_weights, math.thread == 0);
+        const std::uint32_t from = weights + at.place * Tile::weight_bytes;
+        const auto a = load_shared<uint4>(from), b = load_shared<uint4>(from + PackedFloat8Layout::half_bytes);
+        words[0] = a.x, words[1] = a.y, words[2] = a.z, words[3] = a.w;
+        words[4] = b.x, words[5] = b.y, words[6] = b.z, words[7] = b.w;
+        if (at.index < freed) {
+            __syncwarp();
+            if (lane == 0) mbarrier::arrive(cta.bar(Barriers::empty, at.place));
         }
-        if (first_time && block == next_pass) {
-            sync_threads_of(barrier++, Math::threads + Tile::gather_threads);
-            next_pass += blocks_of_pass;
-        }
-        const std::uint32_t of_block = block < 0 ? cta.ring(0) : tokens + block * Tile::token_bytes;  // or anything there
+        at.index += share.step, at.place += share.step;
+        if (at.place >= p.ring) at.place -= p.ring, ++at.round;
+    };
+
+    load();
+#pragma unroll 1
+    for (int block = share.first; block < cta.blocks; block += share.step) {
+        while (next_pass <= block) wait_for_tokens();
         std::uint32_t b[groups][2][4];  // [two steps][their 16-byte units]
 #pragma unroll
         for (int g = 0; g < groups; ++g) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int unit = (4 * half + lane / 8) ^ lane % 8;
-                load_matrices(b[g][half], of_block + g * 8 * PackedLayout::row_bytes + unit * 16);
+                load_matrices(b[g][half], tokens + block * Tile::token_bytes + g * 8 * PackedLayout::row_bytes + unit * 16);
             }
         }
         std::uint32_t a[2 * 8];
@@ -92,39 +105,56 @@ LATENT_MOE_DEVICE void multiply_float8(const Math& math, bool first_time, typena
                                          a[4 * step + 3], of_half[step % 2 * 2], of_half[step % 2 * 2 + 1]);
             }
         }
-        words[0] = next[0].x, words[1] = next[0].y, words[2] = next[0].z, words[3] = next[0].w;
-        words[4] = next[1].x, words[5] = next[1].y, words[6] = next[1].z, words[7] = next[1].w;
-        if (block + 1 < cta.blocks) {
-            if (at.index < freed) {
-                __syncwarp();
-                if (lane == 0) mbarrier::arrive(cta.bar(Barriers::empty, at.place));
-            }
-            ++at.index;
-            if (++at.place == p.ring) at.place = 0, ++at.round;
-        }
-    };
-    // The first round multiplies nothing: it loads the first block, and fetches the loop's instructions, which takes most of
-    // a microsecond, while the tokens are on their way. Zeros times what may be infinite: the sums begin after it.
-    int block = -1;
-#pragma unroll 1
-    for (int end = 0; block < cta.blocks; end = cta.blocks) {
-#pragma unroll
-        for (auto& chain : acc) {
-#pragma unroll
-            for (auto& group : chain) {
-#pragma unroll
-                for (float& value : group) value = 0;
-            }
-        }
-#pragma unroll 1
-        for (; block < end; ++block) multiply(block);
+        if (block + share.step < cta.blocks) load();
     }
+    while (next_pass < cta.blocks) wait_for_tokens();
 #pragma unroll
     for (int i = 0; i < Tile::tokens / 2; ++i) {
         const auto chain = [&](int c) { return acc[c][i / 4][i % 4]; };
         sum[i] = chain(0);
         if constexpr (Tile::chains == 2) sum[i] += chain(1);
         if constexpr (Tile::chains == 4) sum[i] = (chain(0) + chain(1)) + (chain(2) + chain(3));
+    }
+}
+
+/// Widening keeps the math warps busy for longer than the weights take to come, and when the latents are there most of the
+/// gathering warps have nothing to do: the last of them, as many as multiply, take every second block. What they have goes
+/// through the memory of the first block that was theirs.
+template <class Cta>
+LATENT_MOE_DEVICE bool has_helpers(const Cta& cta) {
+    return Cta::Tile::helped && cta.blocks >= 2 && cta.blocks <= cta.p.ring;
+}
+template <class Math>
+LATENT_MOE_DEVICE std::uint32_t helpers_sums(const Math& math, int group) {
+    static_assert(Math::Tile::tokens / 8 * 512 <= PackedFloat8Layout::fragment_bytes);
+    return math.cta.ring(1) + math.warp * PackedFloat8Layout::fragment_bytes + group * 512 + math.thread % 32 * 16;
+}
+
+/// By the helpers, `math.warp` among themselves, once all tokens are there.
+template <class Math>
+LATENT_MOE_DEVICE void help_to_multiply(const Math& math) {
+    float sum[Math::Tile::tokens / 2];
+    typename Math::Progress at;
+    at.index = at.place = 1;
+    multiply_float8(math, false, Share{1, 2}, at, sum);
+#pragma unroll
+    for (int g = 0; g < Math::Tile::tokens / 8; ++g)
+        store_shared(helpers_sums(math, g), make_float4(sum[4 * g], sum[4 * g + 1], sum[4 * g + 2], sum[4 * g + 3]));
+    __syncwarp();
+    arrive_threads_of(helped, 2 * Math::threads);
+}
+/// By the math warps: their own share, then the helpers' on top.
+template <class Math>
+LATENT_MOE_DEVICE void multiply_with_helpers(const Math& math, bool first_time, typename Math::Progress& at,
+                                             float (&sum)[Math::Tile::tokens / 2]) {
+    const bool has = has_helpers(math.cta);
+    multiply_float8(math, first_time, Share{0, has ? 2 : 1}, at, sum);
+    if (!has) return;
+    sync_threads_of(helped, 2 * Math::threads);
+#pragma unroll
+    for (int g = 0; g < Math::Tile::tokens / 8; ++g) {
+        const auto v = load_shared<float4>(helpers_sums(math, g));
+        sum[4 * g] += v.x, sum[4 * g + 1] += v.y, sum[4 * g + 2] += v.z, sum[4 * g + 3] += v.w;
     }
 }
 

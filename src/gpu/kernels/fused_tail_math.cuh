@@ -176,7 +176,7 @@ struct Math {
     /// This warp's fragment: 16 rows of the tile, all tokens. The first time, the tokens are still being gathered.
     LATENT_MOE_DEVICE void multiply(bool first_time, Progress& at, float (&sum)[Tile::tokens / 2]) const {
         if constexpr (Tile::known.float8) {
-            multiply_float8(*this, first_time, at, sum);
+            multiply_with_helpers(*this, first_time, at, sum);
         } else {
             multiply_bf16(first_time, at, sum);
         }

@@ -107,7 +107,7 @@ struct PackFloat8 {
     void* packed = nullptr;
     float* scales = nullptr;
 };
-cudaError_t pack_float8(const PackFloat8& op, cudaStream_t stream);
+cudaError_t pack_float8_weights(const PackFloat8& op, cudaStream_t stream);
 
 /// c = round(addend + scale · A · Wᵀ), and with a prefix c = round(c + prefix); A is [tokens, K], W is [N, K] packed, sums
 /// are float32 in an order that depends on K and N alone, never on `tokens`' neighbours or on timing. `c` may be exactly

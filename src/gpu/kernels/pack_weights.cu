@@ -57,7 +57,7 @@ cudaError_t pack_weights(const PackWeights& op, cudaStream_t stream) {
     return launch({.grid = 1056, .block = 256, .stream = stream}, pack, w, layout, static_cast<char*>(op.packed));
 }
 
-cudaError_t pack_float8(const PackFloat8& op, cudaStream_t stream) {
+cudaError_t pack_float8_weights(const PackFloat8& op, cudaStream_t stream) {
     if (op.rows <= 0 || op.latent <= 0 || op.latent % 8 != 0 || !op.codes || !op.packed || !op.scales)
         return cudaErrorInvalidValue;
     const auto* codes = static_cast<const std::uint8_t*>(op.codes);
