@@ -66,12 +66,6 @@ std::string FusedPart::plan(int max_ctas) {
         FusedTailPlan plan;
         if (plan_fused_tail(tail_shape_, rows, max_ctas, &plan) != cudaSuccess) break;
         plans_.push_back(plan);
-        // Ranks agree in rows alone; with other weights a rank may cut its own work differently.
-        FusedTailPlan float8{.float8 = true};
-        if (float8_plans_.size() + 1 == plans_.size() &&
-            plan_fused_tail(tail_shape_, rows, max_ctas, &float8) == cudaSuccess && float8.tokens == plan.tokens) {
-            float8_plans_.push_back(float8);
-        }
         if (rows >= tail_shape_.capacity) break;
     }
     static_cast<void>(cudaGetLastError());
@@ -84,16 +78,14 @@ std::string FusedPart::plan(int max_ctas) {
     return {};
 }
 
-const FusedTailPlan& FusedPart::plan_for(std::int64_t tokens, bool float8) const noexcept {
+const FusedTailPlan& FusedPart::plan_for(std::int64_t tokens) const noexcept {
     const auto fits = std::ranges::find_if(plans_, [&](const FusedTailPlan& plan) { return plan.tokens >= tokens; });
-    const auto at = static_cast<std::size_t>((fits == plans_.end() ? fits - 1 : fits) - plans_.begin());
-    return float8 && at < float8_plans_.size() ? float8_plans_[at] : plans_[at];
+    return fits == plans_.end() ? plans_.back() : *fits;
 }
 
 int FusedPart::grid() const noexcept {
     int most = 0;
     for (const FusedTailPlan& plan : plans_) most = std::max(most, fused_tail_grid(plan));
-    for (const FusedTailPlan& plan : float8_plans_) most = std::max(most, fused_tail_grid(plan));
     return most;
 }
 
@@ -109,23 +101,22 @@ void FusedPart::reset(void* base, cudaStream_t stream) const {
 
 void FusedPart::run(const TailCall& call, const GpuPackedLayer& layer, const Exchange& exchange, cudaStream_t stream) const {
     const ProductWeights weights = layer.weights(WeightPart::shard);
-    const FusedTailPlan& plan = plan_for(call.tokens, weights.float8 != nullptr);
     const FusedTail tail{.exchange = exchange,
                          .region_offset = control_bytes,
                          .shape = tail_shape_,
-                         .plan = plan,
+                         .plan = plan_for(call.tokens),
                          .workspace = workspace_.get(),
                          .routed = {call.routed.data, call.routed.stride},
                          .shared = {call.shared.data, call.shared.stride},
                          .shared_is_sum = call.shared_state == SharedState::reduced,
                          .prefix = {call.prefix.data, call.prefix.stride},
                          .out = {call.out.data, call.out.stride},
-                         .packed = plan.float8 ? weights.float8 : weights.packed,
+                         .packed = weights.packed,
                          .rms_norm = shape_.norm == Norm::rms,
                          .gamma = layer.gamma(),
                          .epsilon = shape_.epsilon,
                          .scale = weights.scale,
-                         .column_scales = plan.float8 ? weights.float8_scales : weights.row_scales,
+                         .column_scales = weights.row_scales,
                          .tokens = call.tokens,
                          .starts_early = call.starts_early,
                          .releases_early = call.releases_early};

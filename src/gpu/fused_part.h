@@ -26,9 +26,6 @@ public:
     const std::string& missing() const noexcept { return missing_; }
     void refuse(std::string reason) { missing_ = std::move(reason); }
 
-    /// Whether it has kernels that read e4m3 weights as they are.
-    bool takes_float8() const noexcept { return missing_.empty() && !float8_plans_.empty(); }
-
     /// CTAs that wait for peers at once.
     int grid() const noexcept;
     /// Of its part of the window: a head like every window's (window.h), and its mailboxes.
@@ -41,12 +38,11 @@ public:
 
 private:
     std::string plan(int max_ctas);
-    const FusedTailPlan& plan_for(std::int64_t tokens, bool float8) const noexcept;
+    const FusedTailPlan& plan_for(std::int64_t tokens) const noexcept;
 
     Shape shape_;
     FusedTailShape tail_shape_;
-    std::vector<FusedTailPlan> plans_;         // by ascending rows
-    std::vector<FusedTailPlan> float8_plans_;  // for e4m3 weights: as many rows as the first of those
+    std::vector<FusedTailPlan> plans_;  // by ascending rows
     DeviceMemory workspace_;
     std::string missing_;
 };

@@ -114,8 +114,7 @@ public:
                 .whole_weights = keeps_whole(),
                 .shares_device = topology_.shares_devices(),
                 .host_memory = false,
-                .no_batch_invariance = "on a GPU the kernel of a product depends on the number of tokens",
-                .no_float8_packing = {}};
+                .no_batch_invariance = "on a GPU the kernel of a product depends on the number of tokens"};
     }
 
     std::unique_ptr<PackedLayer> pack(const WeightView& up_projection, const void* gamma) override {
@@ -123,7 +122,6 @@ public:
         const GpuPackedLayer::Wish wish{.own = own_rows_,
                                         .whole = keeps_whole(),
                                         .plain = options_.max_tokens > skinny_tokens || own_rows_.count % 8 != 0,
-                                        .float8 = fused_.has_value() && fused_->takes_float8(),
                                         .round_to_float8 = options_.float8_weights};
         auto layer = std::make_unique<GpuPackedLayer>(shape_, wish, up_projection, gamma, setup_stream_.get());
         product_->prepare(*layer);

@@ -21,8 +21,8 @@ public:
     NcclExchange(NcclCommunicator& communicator, const Shape& shape, int rank, int world, std::int64_t block_tokens);
 
     void acquire_workspace();
-    /// One small to large collective of each kind. NCCL connects peers when a collective first needs it, which a capture does
-    /// not allow ("operation not permitted when stream is capturing"). By all ranks; waits for the end.
+    /// One small to large collective of each kind. NCCL connects peers when a collective first needs it, which a capture
+    /// does not allow ("operation not permitted when stream is capturing"). By all ranks; waits for the end.
     void connect(cudaStream_t stream);
     void release_workspace() noexcept;
     std::size_t workspace_bytes() const noexcept { return staging_.bytes() + received_.bytes(); }

@@ -2,15 +2,13 @@
 
 #include "gpu/kernels/convert.h"
 #include "gpu/kernels/kernels.h"
-#include "gpu/kernels/packed_float8.h"
 #include "gpu/kernels/packed_layout.h"
 
 namespace latent_moe::gpu {
 namespace {
 
-/// What is kept of weights of this dtype.
-Dtype kept(const GpuPackedLayer::Wish& wish, Dtype given) {
-    return wish.round_to_float8 ? Dtype::e4m3 : given;
+bool rounds(const GpuPackedLayer::Wish& wish, Dtype given) {
+    return wish.round_to_float8 && given != Dtype::e4m3;
 }
 
 /// Whether every value of `from` is one of `to`.
@@ -24,7 +22,7 @@ GpuPackedLayer::GpuPackedLayer(const Shape& shape, const Wish& wish, const Weigh
                                cudaStream_t stream)
     : shape_(shape),
       wish_(wish),
-      dtype_(holds(shape.activations, kept(wish, view.dtype)) ? shape.activations : Dtype::f32),
+      dtype_(holds(shape.activations, wish.round_to_float8 ? Dtype::e4m3 : view.dtype) ? shape.activations : Dtype::f32),
       scale_(view.scale * shape.routed_scale),
       first_stored_(wish.whole ? 0 : wish.own.first),
       stored_(wish.whole ? shape.hidden : wish.own.count),
@@ -33,14 +31,12 @@ GpuPackedLayer::GpuPackedLayer(const Shape& shape, const Wish& wish, const Weigh
     const bool view_is_whole = view.rows == shape.hidden;
     const TokenRange given = view_is_whole ? TokenRange{first_stored_, stored_} : wish.own;
     const std::int64_t first_of_view = view_is_whole ? given.first : 0;
-    if (view.row_scales != nullptr || (wish.round_to_float8 && view.dtype != Dtype::e4m3)) {
+    if (view.row_scales != nullptr || rounds(wish, view.dtype))
         row_scales_ = DeviceMemory(static_cast<std::size_t>(stored_) * sizeof(float), "row scales");
-        float* to = row_scales() + (given.first - first_stored_);
-        const std::vector<float> ones(view.row_scales == nullptr ? static_cast<std::size_t>(given.count) : 0, 1.0F);
-        check(cudaMemcpyAsync(to, view.row_scales == nullptr ? ones.data() : view.row_scales + first_of_view,
+    if (view.row_scales != nullptr) {
+        check(cudaMemcpyAsync(row_scales() + (given.first - first_stored_), view.row_scales + first_of_view,
                               static_cast<std::size_t>(given.count) * sizeof(float), cudaMemcpyDefault, stream),
               "copy of the row scales");
-        check(cudaStreamSynchronize(stream), "copy of the row scales");
     }
     upload(view, first_of_view, given, stream);
     if (gamma != nullptr) {
@@ -61,38 +57,22 @@ void GpuPackedLayer::upload(const WeightView& view, std::int64_t first_of_view, 
         check(cudaMemcpy2DAsync(destination, width, from, pitch, width, rows, cudaMemcpyDefault, stream),
               "copy of W_up to the device");
     };
-    const bool rounds = wish_.round_to_float8 && view.dtype != Dtype::e4m3;
-    if (view.dtype == dtype_ && !rounds) return copy(plain_row(to.first));
+    if (view.dtype == dtype_ && !rounds(wish_, view.dtype)) return copy(plain_row(to.first));
     const DeviceMemory staging(rows * width, "W_up as given");
     copy(staging.get());
+    Dtype dtype = view.dtype;
+    const std::byte* source = staging.get();
     DeviceMemory codes;
-    if (rounds) {
+    if (rounds(wish_, dtype)) {
         codes = DeviceMemory(rows * static_cast<std::size_t>(shape_.latent), "W_up as e4m3");
-        check(round_rows_to_float8({staging.get()}, view.dtype, reinterpret_cast<std::uint8_t*>(codes.get()),
-                                   row_scales() + (to.first - first_stored_), to.count, shape_.latent, stream),
+        float* scales = row_scales() + (to.first - first_stored_);
+        check(round_rows_to_float8({source}, dtype, view.row_scales == nullptr ? nullptr : scales,
+                                   reinterpret_cast<std::uint8_t*>(codes.get()), scales, to.count, shape_.latent, stream),
               "rounding kernel");
+        dtype = Dtype::e4m3, source = codes.get();
     }
-    const std::byte* source = rounds ? codes.get() : staging.get();
-    const Dtype dtype = kept(wish_, view.dtype);
     check(widen_rows({source}, dtype, plain_row(to.first), dtype_, to.count, shape_.latent, stream), "widening kernel");
-    if (wish_.float8 && dtype == Dtype::e4m3 && wish_.own.count > 0)
-        pack_own_float8(source + static_cast<std::size_t>((wish_.own.first - to.first) * shape_.latent), stream);
     check(cudaStreamSynchronize(stream), "widening kernel");
-}
-
-void GpuPackedLayer::pack_own_float8(const std::byte* codes, cudaStream_t stream) {
-    const std::int64_t rows = wish_.own.count;
-    float8_ = DeviceMemory(static_cast<std::size_t>(PackedFloat8Layout{rows, shape_.latent}.bytes()), "e4m3 W_up");
-    float8_scales_ = DeviceMemory(static_cast<std::size_t>(rows) * sizeof(float), "row scales");
-    check(pack_float8_weights(
-              {.codes = codes,
-               .row_scales = row_scales_.get() != nullptr ? row_scales() + (wish_.own.first - first_stored_) : nullptr,
-               .rows = rows,
-               .latent = shape_.latent,
-               .packed = float8_.get(),
-               .scales = reinterpret_cast<float*>(float8_scales_.get())},
-              stream),
-          "packing kernel");
 }
 
 bool GpuPackedLayer::packable(std::int64_t rows) const noexcept {
@@ -118,13 +98,12 @@ void GpuPackedLayer::complete(cudaStream_t stream) {
 }
 
 std::size_t GpuPackedLayer::bytes() const noexcept {
-    return plain_.bytes() + packed_.bytes() + packed_shard_.bytes() + row_scales_.bytes() + float8_.bytes() +
-           float8_scales_.bytes() + gamma_.bytes();
+    return plain_.bytes() + packed_.bytes() + packed_shard_.bytes() + row_scales_.bytes() + gamma_.bytes();
 }
 
-std::array<std::span<const std::byte>, 7> GpuPackedLayer::buffers() const noexcept {
+std::array<std::span<const std::byte>, 5> GpuPackedLayer::buffers() const noexcept {
     const auto all = [](const DeviceMemory& memory) { return std::span<const std::byte>(memory.get(), memory.bytes()); };
-    return {all(plain_), all(packed_), all(packed_shard_), all(row_scales_), all(gamma_), all(float8_), all(float8_scales_)};
+    return {all(plain_), all(packed_), all(packed_shard_), all(row_scales_), all(gamma_)};
 }
 
 std::byte* GpuPackedLayer::plain_row(std::int64_t row) const noexcept {
@@ -146,9 +125,7 @@ ProductWeights GpuPackedLayer::weights(WeightPart part) const noexcept {
             .dtype = dtype_,
             .rows = rows,
             .scale = scale_,
-            .row_scales = row_scales_.get() != nullptr ? row_scales() + (first - first_stored_) : nullptr,
-            .float8 = part == WeightPart::shard ? float8_.get() : nullptr,
-            .float8_scales = reinterpret_cast<const float*>(float8_scales_.get())};
+            .row_scales = row_scales_.get() != nullptr ? row_scales() + (first - first_stored_) : nullptr};
 }
 
 }  // namespace latent_moe::gpu

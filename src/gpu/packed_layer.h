@@ -2,7 +2,6 @@
 //
 //     packed   (packed_layout.h)  products of up to 64 tokens; 16-bit weights only
 //     plain    contiguous rows    larger products through cuBLASLt, and every product in float32
-//     float8   (packed_float8.h)  the fused tail's few tokens; the shard's e4m3 weights, with their rows' scales
 //
 // Both are kept where both are used: a plain copy is dropped in a context whose calls never exceed 64 tokens. Elements are
 // of the activations' dtype where that holds every weight (e4m3 fits all), of float32 otherwise. The whole W_up and the
@@ -28,10 +27,8 @@ struct ProductWeights {
     const std::byte* plain;   ///< null: there is no plain form
     Dtype dtype;
     std::int64_t rows;
-    float scale;                           ///< of the layer and the shape together
-    const float* row_scales;               ///< on the device; may be null
-    const std::byte* float8 = nullptr;     ///< the same weights as packed e4m3, not times `row_scales`; null: there are none
-    const float* float8_scales = nullptr;  ///< in place of `row_scales`
+    float scale;              ///< of the layer and the shape together
+    const float* row_scales;  ///< on the device; may be null
 };
 
 class GpuPackedLayer final : public PackedLayer {
@@ -40,8 +37,7 @@ public:
         TokenRange own;                ///< rows of W_up that belong to this rank
         bool whole;                    ///< keep all `hidden` rows
         bool plain;                    ///< larger products will be asked for
-        bool float8 = false;           ///< keep the rank's rows as packed e4m3 besides, if that is what they are
-        bool round_to_float8 = false;  ///< make e4m3 of wider weights, with a scale a row
+        bool round_to_float8 = false;  ///< wider weights to e4m3, with a scale a row; kept as all e4m3 is
     };
 
     GpuPackedLayer(const Shape& shape, const Wish& wish, const WeightView& view, const void* gamma, cudaStream_t stream);
@@ -50,9 +46,8 @@ public:
 
     ProductWeights weights(WeightPart part) const noexcept;
     /// All that it holds on the device; empty where there is none.
-    std::array<std::span<const std::byte>, 7> buffers() const noexcept;
+    std::array<std::span<const std::byte>, 5> buffers() const noexcept;
     const void* gamma() const noexcept { return gamma_.get(); }
-    bool has_float8() const noexcept { return float8_.get() != nullptr; }
     bool needs_float32_sums() const noexcept { return dtype_ != shape_.activations || row_scales_.get() != nullptr; }
 
     /// Whether other ranks' rows are still missing; `plain_rows` and `row_scales` are then to be filled in, and `complete`
@@ -66,7 +61,6 @@ public:
 
 private:
     void upload(const WeightView& view, std::int64_t first_of_view, TokenRange to, cudaStream_t stream);
-    void pack_own_float8(const std::byte* codes, cudaStream_t stream);
     bool packable(std::int64_t rows) const noexcept;
 
     Shape shape_;
@@ -80,8 +74,6 @@ private:
     DeviceMemory packed_;        // of all stored rows
     DeviceMemory packed_shard_;  // only where the shard is not a range of tiles of `packed_`
     DeviceMemory row_scales_;
-    DeviceMemory float8_;  // of the rank's own rows
-    DeviceMemory float8_scales_;
     DeviceMemory gamma_;
 };
 

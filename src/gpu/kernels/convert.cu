@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(threads)
 
 /// A thread a row: once a layer, when it is added.
 __global__ void __launch_bounds__(threads)
-    round_to_float8(const void* x, Dtype from, std::int64_t stride, std::uint8_t* codes, float* scales, std::int64_t rows,
-                    std::int64_t width) {
+    round_to_float8(const void* x, Dtype from, std::int64_t stride, const float* given, std::uint8_t* codes, float* scales,
+                    std::int64_t rows, std::int64_t width) {
     const auto is_finite = [](float value) { return as_bits(value) << 1 < 0xff000000u; };
     const std::int64_t row = std::int64_t{blockIdx.x} * threads + threadIdx.x;
     if (row >= rows) return;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(threads)
         const float value = element(x, from, row * stride + i);
         codes[row * width + i] = is_finite(value) ? e4m3_from_float(value / scale) : std::uint8_t{0x7f};
     }
-    scales[row] *= scale;
+    scales[row] = scale * (given != nullptr ? given[row] : 1.0F);
 }
 
 __global__ void __launch_bounds__(threads) noise(void* y, Dtype dtype, std::int64_t count) {
@@ -93,13 +93,14 @@ cudaError_t widen_rows(ConstRows x, Dtype from, void* y, Dtype to, std::int64_t 
                   rows, width);
 }
 
-cudaError_t round_rows_to_float8(ConstRows x, Dtype from, std::uint8_t* codes, float* scales, std::int64_t rows,
-                                 std::int64_t width, cudaStream_t stream) {
-    if (rows < 0 || width <= 0 || !x.data || !codes || !scales || from == Dtype::e4m3) return cudaErrorInvalidValue;
+cudaError_t round_rows_to_float8(ConstRows x, Dtype from, const float* given, std::uint8_t* codes, float* scales,
+                                 std::int64_t rows, std::int64_t width, cudaStream_t stream) {
+    if (rows < 0 || width <= 0 || x.data == nullptr || codes == nullptr || scales == nullptr || from == Dtype::e4m3)
+        return cudaErrorInvalidValue;
     if (rows == 0) return cudaSuccess;
     const std::int64_t stride = x.stride == 0 ? width : x.stride;
     return launch({.grid = static_cast<int>((rows + threads - 1) / threads), .block = threads, .stream = stream},
-                  round_to_float8, x.data, from, stride, codes, scales, rows, width);
+                  round_to_float8, x.data, from, stride, given, codes, scales, rows, width);
 }
 
 cudaError_t fill_noise(void* y, Dtype dtype, std::int64_t count, cudaStream_t stream) {

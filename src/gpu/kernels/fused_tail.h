@@ -46,7 +46,7 @@ struct FusedTailPlan {
     int prefetch_blocks = 24;   ///< of weights that shared memory does not hold, into L2, at most,
     int prefetch_at_once = 3;   ///< all at once if there are no more,
     int prefetch_clocks = 700;  ///< one in so many clocks
-    bool float8 = false;        ///< W_up is packed e4m3 (packed_float8.h), not bf16; its own rank's affair
+    bool float8 = false;        ///< `packed` is e4m3 (packed_float8.h): in builds for measurement only
     bool digest = true;         ///< of the latents, for the next call's header; the same on every rank
 };
 
@@ -56,9 +56,8 @@ int fused_tail_grid(const FusedTailPlan& plan);
 /// here.
 cudaError_t prepare_fused_tail();
 
-/// Chooses for calls of up to `tokens` rows, and for weights as `plan->float8` says, with at most `max_ctas` CTAs, all
-/// resident at once (asks the device). cudaErrorInvalidValue: outside the limits; cudaErrorLaunchOutOfResources: nothing
-/// fits.
+/// Chooses for calls of up to `tokens` rows, and weights as `plan->float8` says, with at most `max_ctas` CTAs, all resident
+/// at once (asks the device). cudaErrorInvalidValue: outside the limits; cudaErrorLaunchOutOfResources: nothing fits.
 cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, int max_ctas, FusedTailPlan* plan);
 
 /// Whether this plan can run this shape here, its whole grid resident.
@@ -79,19 +78,18 @@ struct FusedTail {
     std::int64_t region_offset = 0;  ///< of the region in every window
     FusedTailShape shape;
     FusedTailPlan plan;
-    void* workspace = nullptr;   ///< `fused_tail_workspace_bytes`
-    ConstRows routed;            ///< [tokens, latent], this rank's partial
-    ConstRows shared;            ///< [tokens, hidden]: this rank's partial, or the sum; may be absent
-    bool shared_is_sum = false;  ///< `shared` is Σ already, the same on every rank: it is not exchanged
-    ConstRows prefix;            ///< [tokens, hidden], the same on every rank, added last; may be absent
-    Rows out;                    ///< [tokens, hidden]; may be exactly `shared` or `prefix`
-    const void* packed =
-        nullptr;  ///< this rank's rows of W_up (packed_layout.h), bf16; e4m3 (packed_float8.h) if the plan says so
+    void* workspace = nullptr;     ///< `fused_tail_workspace_bytes`
+    ConstRows routed;              ///< [tokens, latent], this rank's partial
+    ConstRows shared;              ///< [tokens, hidden]: this rank's partial, or the sum; may be absent
+    bool shared_is_sum = false;    ///< `shared` is Σ already, the same on every rank: it is not exchanged
+    ConstRows prefix;              ///< [tokens, hidden], the same on every rank, added last; may be absent
+    Rows out;                      ///< [tokens, hidden]; may be exactly `shared` or `prefix`
+    const void* packed = nullptr;  ///< this rank's rows of W_up (packed_layout.h), bf16
     bool rms_norm = true;
     const void* gamma = nullptr;  ///< [latent]; null: ones
     float epsilon = 1e-5F;
     float scale = 1.0F;
-    const float* column_scales = nullptr;  ///< [hidden / world], on top of `scale`; may be null, but for e4m3
+    const float* column_scales = nullptr;  ///< [hidden / world], on top of `scale`; may be null, but not for e4m3
     std::int64_t tokens = 0;               ///< at most `shape.capacity`; 0 takes part in the exchange too
     /// May start before its predecessor has ended: weights and γ are read at once, nothing else before the predecessor has
     /// ended.

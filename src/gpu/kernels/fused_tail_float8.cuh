@@ -38,14 +38,9 @@ LATENT_MOE_DEVICE void load_matrices(std::uint32_t (&v)[4], std::uint32_t addres
                  : "memory");
 }
 
-/// Which of a tile's blocks a group of warps multiplies.
-struct Share {
-    int first, step;
-};
-
-/// See `Math::multiply`. `waits`: for the tokens, pass by pass.
+/// See `Math::multiply`.
 template <class Math>
-LATENT_MOE_DEVICE void multiply_float8(const Math& math, bool waits, Share share, typename Math::Progress& at,
+LATENT_MOE_DEVICE void multiply_float8(const Math& math, bool first_time, typename Math::Progress& at,
                                        float (&sum)[Math::Tile::tokens / 2]) {
     using Tile = typename Math::Tile;
     static_assert(!Tile::pooled, "with more tokens there is nothing to gain: weights are not what they wait for");
@@ -53,15 +48,11 @@ LATENT_MOE_DEVICE void multiply_float8(const Math& math, bool waits, Share share
     const auto& cta = math.cta;
     const Params& p = math.p;
     const int lane = math.thread % 32;
-    const int freed = cta.turns() * cta.blocks - p.ring;  // blocks whose place somebody waits for
+    const int total = cta.turns() * cta.blocks;
     const std::uint32_t weights = cta.ring(0) + math.warp * PackedFloat8Layout::fragment_bytes + lane * 16;
     const std::uint32_t tokens = cta.memory + p.at.tokens + lane % 8 * PackedLayout::row_bytes;
     const int blocks_of_pass = static_cast<int>(static_cast<unsigned>(p.gather_columns) / 8);
-    int next_pass = waits ? 0 : cta.blocks, barrier = tokens_ready;
-    const auto wait_for_tokens = [&] {
-        sync_threads_of(barrier++, Math::threads + Tile::gather_threads);
-        next_pass += blocks_of_pass;
-    };
+    int next_pass = 0, barrier = tokens_ready;
     float acc[Tile::chains][groups][4] = {};
 
     std::uint32_t words[8];  // of the next block
@@ -72,18 +63,21 @@ LATENT_MOE_DEVICE void multiply_float8(const Math& math, bool waits, Share share
         const auto a = load_shared<uint4>(from), b = load_shared<uint4>(from + PackedFloat8Layout::half_bytes);
         words[0] = a.x, words[1] = a.y, words[2] = a.z, words[3] = a.w;
         words[4] = b.x, words[5] = b.y, words[6] = b.z, words[7] = b.w;
-        if (at.index < freed) {
+        if (at.index < total - p.ring) {  // somebody waits for its place
             __syncwarp();
             if (lane == 0) mbarrier::arrive(cta.bar(Barriers::empty, at.place));
         }
-        at.index += share.step, at.place += share.step;
-        if (at.place >= p.ring) at.place -= p.ring, ++at.round;
+        ++at.index;
+        if (++at.place == p.ring) at.place = 0, ++at.round;
     };
 
     load();
 #pragma unroll 1
-    for (int block = share.first; block < cta.blocks; block += share.step) {
-        while (next_pass <= block) wait_for_tokens();
+    for (int block = 0; block < cta.blocks; ++block) {
+        if (first_time && block == next_pass) {
+            sync_threads_of(barrier++, Math::threads + Tile::gather_threads);
+            next_pass += blocks_of_pass;
+        }
         std::uint32_t b[groups][2][4];  // [two steps][their 16-byte units]
 #pragma unroll
         for (int g = 0; g < groups; ++g) {
@@ -105,56 +99,14 @@ LATENT_MOE_DEVICE void multiply_float8(const Math& math, bool waits, Share share
                                          a[4 * step + 3], of_half[step % 2 * 2], of_half[step % 2 * 2 + 1]);
             }
         }
-        if (block + share.step < cta.blocks) load();
+        if (block + 1 < cta.blocks) load();
     }
-    while (next_pass < cta.blocks) wait_for_tokens();
 #pragma unroll
     for (int i = 0; i < Tile::tokens / 2; ++i) {
         const auto chain = [&](int c) { return acc[c][i / 4][i % 4]; };
         sum[i] = chain(0);
         if constexpr (Tile::chains == 2) sum[i] += chain(1);
         if constexpr (Tile::chains == 4) sum[i] = (chain(0) + chain(1)) + (chain(2) + chain(3));
-    }
-}
-
-/// Widening keeps the math warps busy for longer than the weights take to come, and when the latents are there most of the
-/// gathering warps have nothing to do: the last of them, as many as multiply, take every second block. What they have goes
-/// through the memory of the first block that was theirs.
-template <class Cta>
-LATENT_MOE_DEVICE bool has_helpers(const Cta& cta) {
-    return Cta::Tile::helped && cta.blocks >= 2 && cta.blocks <= cta.p.ring;
-}
-template <class Math>
-LATENT_MOE_DEVICE std::uint32_t helpers_sums(const Math& math, int group) {
-    static_assert(Math::Tile::tokens / 8 * 512 <= PackedFloat8Layout::fragment_bytes);
-    return math.cta.ring(1) + math.warp * PackedFloat8Layout::fragment_bytes + group * 512 + math.thread % 32 * 16;
-}
-
-/// By the helpers, `math.warp` among themselves, once all tokens are there.
-template <class Math>
-LATENT_MOE_DEVICE void help_to_multiply(const Math& math) {
-    float sum[Math::Tile::tokens / 2];
-    typename Math::Progress at;
-    at.index = at.place = 1;
-    multiply_float8(math, false, Share{1, 2}, at, sum);
-#pragma unroll
-    for (int g = 0; g < Math::Tile::tokens / 8; ++g)
-        store_shared(helpers_sums(math, g), make_float4(sum[4 * g], sum[4 * g + 1], sum[4 * g + 2], sum[4 * g + 3]));
-    __syncwarp();
-    arrive_threads_of(helped, 2 * Math::threads);
-}
-/// By the math warps: their own share, then the helpers' on top.
-template <class Math>
-LATENT_MOE_DEVICE void multiply_with_helpers(const Math& math, bool first_time, typename Math::Progress& at,
-                                             float (&sum)[Math::Tile::tokens / 2]) {
-    const bool has = has_helpers(math.cta);
-    multiply_float8(math, first_time, Share{0, has ? 2 : 1}, at, sum);
-    if (!has) return;
-    sync_threads_of(helped, 2 * Math::threads);
-#pragma unroll
-    for (int g = 0; g < Math::Tile::tokens / 8; ++g) {
-        const auto v = load_shared<float4>(helpers_sums(math, g));
-        sum[4 * g] += v.x, sum[4 * g + 1] += v.y, sum[4 * g + 2] += v.z, sum[4 * g + 3] += v.w;
     }
 }
 

@@ -109,7 +109,6 @@ cudaError_t fused_tail_fits(const FusedTailShape& shape, const FusedTailPlan& pl
 
 cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, int max_ctas, FusedTailPlan* plan) {
     if (!valid(shape) || tokens < 0 || max_ctas < 2 || plan == nullptr) return cudaErrorInvalidValue;
-    if (plan->float8) return cudaErrorNotSupported;
     FusedTailPlan candidate;
     candidate.tokens = tokens <= 16 ? 16 : tokens <= 32 ? 32 : most_tokens;
     candidate.rows = tile_columns, candidate.split = 1;

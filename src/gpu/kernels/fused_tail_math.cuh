@@ -5,6 +5,8 @@
 //     Σ parts in the order of K · factor · scale + Σ shared, rounded; + prefix, rounded ──▶ out, and every peer's mailbox
 #pragma once
 
+#include <type_traits>
+
 #include "gpu/kernels/fused_tail_float8.cuh"
 #include "gpu/kernels/fused_tail_gather.cuh"
 #include "gpu/kernels/fused_tail_mailboxes.cuh"
@@ -176,7 +178,7 @@ struct Math {
     /// This warp's fragment: 16 rows of the tile, all tokens. The first time, the tokens are still being gathered.
     LATENT_MOE_DEVICE void multiply(bool first_time, Progress& at, float (&sum)[Tile::tokens / 2]) const {
         if constexpr (Tile::known.float8) {
-            multiply_with_helpers(*this, first_time, at, sum);
+            multiply_float8(*this, first_time, at, sum);
         } else {
             multiply_bf16(first_time, at, sum);
         }
@@ -321,18 +323,21 @@ struct Math {
     }
 
     /// Of an item's columns: e4m3 has them always, and reads them early, because far memory is most of a microsecond away.
-    static constexpr bool early_scales = Tile::known.float8;
-    struct Scales {
+    struct EarlyScales {
         float at[item_columns];
     };
-    LATENT_MOE_DEVICE Scales scales_of(const Item& i) const {
-        Scales scales{};
-        if constexpr (early_scales) {
+    struct NoScales {};
+    using Scales = std::conditional_t<Tile::known.float8, EarlyScales, NoScales>;
+    LATENT_MOE_DEVICE Scales scales_of([[maybe_unused]] const Item& i) const {
+        if constexpr (Tile::known.float8) {
+            Scales scales{};
 #pragma unroll
             for (int e = 0; e < item_columns; ++e)
                 if (i.exists) scales.at[e] = p.column_scales[2 * i.word + e];
+            return scales;
+        } else {
+            return {};
         }
-        return scales;
     }
 
     /// Σ over the parts of K, in their order, of an item's products; and the row's factor.
@@ -377,7 +382,7 @@ struct Math {
             const Item i = index == thread ? first : item(cta.tile(turn), index);
             if (!i.exists) continue;
             const Words prefix = index == thread ? first_prefix : prefix_of(i);
-            const Scales scales = index == thread ? first_scales : scales_of(i);
+            [[maybe_unused]] const Scales scales = index == thread ? first_scales : scales_of(i);
             float sum[item_columns], factor, shared[item_columns];
             sum_parts(i, sum, factor);
             const std::uint32_t shared_at =
@@ -392,7 +397,7 @@ struct Math {
                 for (int e = 0; e < 2; ++e) {
                     // A factor of 0 (the squares overflowed): the row's latents count as 0, however large they are.
                     float product = p.rms_norm && factor == 0 ? 0 : factor * sum[2 * w + e];
-                    if constexpr (early_scales) {
+                    if constexpr (Tile::known.float8) {
                         product *= scales.at[2 * w + e];
                     } else if (p.column_scales) {
                         product *= p.column_scales[2 * (i.word + w) + e];

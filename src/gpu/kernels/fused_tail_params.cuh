@@ -59,8 +59,6 @@ struct Tile {
 
     static constexpr int packed_bytes = known.float8 ? PackedFloat8Layout::block_bytes : PackedLayout::block_bytes;
     static constexpr int weight_bytes = packed_bytes / PackedLayout::tile_rows * rows;  ///< of one block of 64 columns
-    /// Gathering warps may multiply, too (fused_tail_float8.cuh).
-    static constexpr bool helped = known.float8 && known.turns == 1;
     static constexpr int max_ring = max_ring_of(weight_bytes);
     static constexpr int token_bytes = tokens * PackedLayout::row_bytes;  ///< of one block
     /// Of wgmma (mma.sync for e4m3), added at the end.
@@ -116,7 +114,7 @@ struct Barriers {
 static_assert(Barriers::bytes <= at_ring);
 
 /// Named barriers of a CTA; 0 is __syncthreads. The latents are gathered in passes over K, each with a barrier of its own.
-enum NamedBarrier : int { squares_ready = 1, shared_ready = 2, parts_read = 3, tokens_ready = 4, helped = 12 };
+enum NamedBarrier : int { squares_ready = 1, shared_ready = 2, parts_read = 3, tokens_ready = 4 };
 inline constexpr int max_passes = 8;
 
 /// Of the pool (fused_tail_pool.cuh): units of columns that a warp sums at a time; rows of the largest tile, for which there

@@ -97,18 +97,6 @@ struct PackWeights {
 };
 cudaError_t pack_weights(const PackWeights& op, cudaStream_t stream);
 
-/// Packs `rows` contiguous rows of `latent` e4m3 for the fused tail (packed_float8.h): `packed` has
-/// `PackedFloat8Layout::bytes()` bytes. `scales`: of each row, `row_scales` (null: 1) or, where it holds a NaN, that.
-struct PackFloat8 {
-    const void* codes = nullptr;
-    const float* row_scales = nullptr;
-    std::int64_t rows = 0;
-    std::int64_t latent = 0;
-    void* packed = nullptr;
-    float* scales = nullptr;
-};
-cudaError_t pack_float8_weights(const PackFloat8& op, cudaStream_t stream);
-
 /// c = round(addend + scale · A · Wᵀ), and with a prefix c = round(c + prefix); A is [tokens, K], W is [N, K] packed, sums
 /// are float32 in an order that depends on K and N alone, never on `tokens`' neighbours or on timing. `c` may be exactly
 /// `addend` (accumulate in place) or `prefix`; without an addend c = round(scale · A · Wᵀ).

@@ -11,7 +11,7 @@
 namespace latent_moe::gpu {
 
 inline constexpr int most_checked_rows = 16;
-inline constexpr int most_weight_parts = 7;
+inline constexpr int most_weight_parts = 5;
 inline constexpr int most_windows = 4;
 
 /// A layer's memory, every byte of which counts in its checksum.
