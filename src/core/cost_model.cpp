@@ -124,9 +124,9 @@ double expected_us(Tail tail, const CostedCall& call, const Machine& machine) no
         case Tail::late_reduce:
             return t.launches(2) + t.exchanges(1) + t.product(1, t.rows()) + t.wire(wire_bytes, reached.all_reduce);
         case Tail::fused:
-            // The first hop passes under the weights; what comes last is the hop of the finished columns. Where
-            // latents are pooled, one more waits for the pool.
-            return (call.starts_early ? t.early_launches(1) : t.launches(1)) + t.hops(t.pools() ? 2 : 1) +
+            // The first hop passes under the weights, that of the pool under those that a part of the latents is enough
+            // for; what comes last is the hop of the finished columns.
+            return (call.starts_early ? t.early_launches(1) : t.launches(1)) + t.hops(1) +
                    t.together(t.product(1 / t.ranks(), t.rows()), t.gathering(), t.wire(wire_bytes, 1));
     }
     return 0;
