@@ -37,7 +37,8 @@ struct Options {
     bool batch_invariant = false;    ///< a row's bits depend neither on the number of tokens nor on its neighbours. One tail
                                      ///< runs every call (`tail`, or the plan's choice), and products go slower: see
                                      ///< docs/numerics.md for the price
-    bool float8_weights = false;     ///< pack W_up as e4m3 with a scale a row, whatever is given: half the bytes of bf16
+    bool float8_weights = false;     ///< round W_up to e4m3 with a scale a row, whatever is given. Half the bytes of bf16 on
+                                     ///< the CPU; a GPU keeps it widened
 
     // Where an engine has reducers beside this library's.
     bool custom_all_reduce = true;  ///< false: the engine has custom all-reduces switched off, so nothing here exchanges

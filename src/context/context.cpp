@@ -230,8 +230,6 @@ void describe(Agreement& agreement, const Shape& shape, const Options& options, 
 void require_served(const Options& options, const Capabilities& capabilities) {
     if (options.batch_invariant && !capabilities.no_batch_invariance.empty())
         throw Error(StatusCode::unsupported, "batch_invariant: " + capabilities.no_batch_invariance);
-    if (options.float8_weights && !capabilities.no_float8_packing.empty())
-        throw Error(StatusCode::unsupported, "float8_weights: " + capabilities.no_float8_packing);
 }
 
 /// What a step of set-up threw, as the text that the other ranks are told.

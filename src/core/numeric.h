@@ -57,7 +57,7 @@ constexpr float float_from_e4m3(std::uint8_t bits) noexcept {
 /// The largest finite e4m3 value, which larger ones, and infinities, become.
 inline constexpr float e4m3_max = 448;
 
-inline std::uint8_t e4m3_from_float(float value) noexcept {
+constexpr std::uint8_t e4m3_from_float(float value) noexcept {
     const auto bits = std::bit_cast<std::uint32_t>(value);
     const std::uint32_t sign = (bits >> 24) & 0x80U;
     const std::uint32_t magnitude = bits & 0x7FFFFFFFU;

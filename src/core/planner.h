@@ -32,7 +32,6 @@ struct Capabilities {
     bool shares_device = false;                ///< ranks share devices: what goes between them crosses no link
     bool host_memory = false;                  ///< the caller's tensors are host memory, so their values can be checked
     std::string no_batch_invariance;           ///< why a row's bits depend on the rest of the batch; empty: they need not
-    std::string no_float8_packing;             ///< why weights cannot be packed as e4m3 here; empty: they can
 };
 
 /// Whether a call through this tail may come in two halves (`Layer::begin`).

@@ -167,8 +167,7 @@ public:
             .fused_reason = "the cpu backend has no fused kernel",
             .whole_weights = world_ == 1 || options_.keep_whole_weights,
             .host_memory = true,
-            .no_batch_invariance = {},
-            .no_float8_packing = {}};
+            .no_batch_invariance = {}};
     }
 
     std::unique_ptr<PackedLayer> pack(const WeightView& up_projection, const void* gamma) override {

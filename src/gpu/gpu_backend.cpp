@@ -114,15 +114,15 @@ public:
                 .whole_weights = keeps_whole(),
                 .shares_device = topology_.shares_devices(),
                 .host_memory = false,
-                .no_batch_invariance = "on a GPU the kernel of a product depends on the number of tokens",
-                .no_float8_packing = "the GPU backend takes e4m3 weights as given, but does not make them yet"};
+                .no_batch_invariance = "on a GPU the kernel of a product depends on the number of tokens"};
     }
 
     std::unique_ptr<PackedLayer> pack(const WeightView& up_projection, const void* gamma) override {
         const CurrentDevice current(topology_.device);
         const GpuPackedLayer::Wish wish{.own = own_rows_,
                                         .whole = keeps_whole(),
-                                        .plain = options_.max_tokens > skinny_tokens || own_rows_.count % 8 != 0};
+                                        .plain = options_.max_tokens > skinny_tokens || own_rows_.count % 8 != 0,
+                                        .round_to_float8 = options_.float8_weights};
         auto layer = std::make_unique<GpuPackedLayer>(shape_, wish, up_projection, gamma, setup_stream_.get());
         product_->prepare(*layer);
         return layer;

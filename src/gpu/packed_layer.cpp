@@ -7,6 +7,10 @@
 namespace latent_moe::gpu {
 namespace {
 
+bool rounds(const GpuPackedLayer::Wish& wish, Dtype given) {
+    return wish.round_to_float8 && given != Dtype::e4m3;
+}
+
 /// Whether every value of `from` is one of `to`.
 bool holds(Dtype to, Dtype from) {
     return to == from || to == Dtype::f32 || from == Dtype::e4m3;
@@ -18,7 +22,7 @@ GpuPackedLayer::GpuPackedLayer(const Shape& shape, const Wish& wish, const Weigh
                                cudaStream_t stream)
     : shape_(shape),
       wish_(wish),
-      dtype_(holds(shape.activations, view.dtype) ? shape.activations : Dtype::f32),
+      dtype_(holds(shape.activations, wish.round_to_float8 ? Dtype::e4m3 : view.dtype) ? shape.activations : Dtype::f32),
       scale_(view.scale * shape.routed_scale),
       first_stored_(wish.whole ? 0 : wish.own.first),
       stored_(wish.whole ? shape.hidden : wish.own.count),
@@ -27,13 +31,14 @@ GpuPackedLayer::GpuPackedLayer(const Shape& shape, const Wish& wish, const Weigh
     const bool view_is_whole = view.rows == shape.hidden;
     const TokenRange given = view_is_whole ? TokenRange{first_stored_, stored_} : wish.own;
     const std::int64_t first_of_view = view_is_whole ? given.first : 0;
-    upload(view, first_of_view, given, stream);
-    if (view.row_scales != nullptr) {
+    if (view.row_scales != nullptr || rounds(wish, view.dtype))
         row_scales_ = DeviceMemory(static_cast<std::size_t>(stored_) * sizeof(float), "row scales");
+    if (view.row_scales != nullptr) {
         check(cudaMemcpyAsync(row_scales() + (given.first - first_stored_), view.row_scales + first_of_view,
                               static_cast<std::size_t>(given.count) * sizeof(float), cudaMemcpyDefault, stream),
               "copy of the row scales");
     }
+    upload(view, first_of_view, given, stream);
     if (gamma != nullptr) {
         gamma_ = DeviceMemory(static_cast<std::size_t>(shape.latent) * bytes_of(shape.activations), "gamma");
         check(cudaMemcpyAsync(gamma_.get(), gamma, gamma_.bytes(), cudaMemcpyDefault, stream), "copy of gamma");
@@ -52,11 +57,21 @@ void GpuPackedLayer::upload(const WeightView& view, std::int64_t first_of_view, 
         check(cudaMemcpy2DAsync(destination, width, from, pitch, width, rows, cudaMemcpyDefault, stream),
               "copy of W_up to the device");
     };
-    if (view.dtype == dtype_) return copy(plain_row(to.first));
+    if (view.dtype == dtype_ && !rounds(wish_, view.dtype)) return copy(plain_row(to.first));
     const DeviceMemory staging(rows * width, "W_up as given");
     copy(staging.get());
-    check(widen_rows({staging.get()}, view.dtype, plain_row(to.first), dtype_, to.count, shape_.latent, stream),
-          "widening kernel");
+    Dtype dtype = view.dtype;
+    const std::byte* source = staging.get();
+    DeviceMemory codes;
+    if (rounds(wish_, dtype)) {
+        codes = DeviceMemory(rows * static_cast<std::size_t>(shape_.latent), "W_up as e4m3");
+        float* scales = row_scales() + (to.first - first_stored_);
+        check(round_rows_to_float8({source}, dtype, view.row_scales == nullptr ? nullptr : scales,
+                                   reinterpret_cast<std::uint8_t*>(codes.get()), scales, to.count, shape_.latent, stream),
+              "rounding kernel");
+        dtype = Dtype::e4m3, source = codes.get();
+    }
+    check(widen_rows({source}, dtype, plain_row(to.first), dtype_, to.count, shape_.latent, stream), "widening kernel");
     check(cudaStreamSynchronize(stream), "widening kernel");
 }
 

@@ -34,9 +34,10 @@ struct ProductWeights {
 class GpuPackedLayer final : public PackedLayer {
 public:
     struct Wish {
-        TokenRange own;  ///< rows of W_up that belong to this rank
-        bool whole;      ///< keep all `hidden` rows
-        bool plain;      ///< larger products will be asked for
+        TokenRange own;                ///< rows of W_up that belong to this rank
+        bool whole;                    ///< keep all `hidden` rows
+        bool plain;                    ///< larger products will be asked for
+        bool round_to_float8 = false;  ///< wider weights to e4m3, with a scale a row; kept as all e4m3 is
     };
 
     GpuPackedLayer(const Shape& shape, const Wish& wish, const WeightView& view, const void* gamma, cudaStream_t stream);

@@ -7,8 +7,8 @@
 //
 // Modes: shapes variants extremes faults loopback; stress stress128 stress8 stress3 million hundred-thousand; groups kimi
 // damage fifty-million; bench quick quick-no-norm stages.
-// Options: alone (times of one rank that talks to itself) replays=N layers=N early=N late=N ring=N prefetch=N digest=0|1
-// shape=H,L,R tokens=M,M,… plan=rows,split,clusters; of groups, kimi and damage: calls=N groups=N
+// Options: weights=bf16|e4m3 alone (times of one rank that talks to itself) replays=N layers=N early=N late=N ring=N
+// prefetch=N digest=0|1 shape=H,L,R tokens=M,M,… plan=rows,split,clusters; of groups, kimi and damage: calls=N groups=N
 // ctas=N.
 //
 // How: each row of the output depends on its own row of inputs alone, and its bits on the plan. So a pool of input rows is
@@ -30,9 +30,13 @@
 #include <vector>
 
 #include <cuda_bf16.h>
+#include <cuda_fp8.h>
 
+#include "core/numeric.h"
 #include "gpu/kernels/fused_tail.h"
+#include "gpu/kernels/fused_tail_float8.cuh"
 #include "gpu/kernels/fused_tail_stamps.cuh"
+#include "gpu/kernels/packed_float8.h"
 #include "gpu/kernels/packed_layout.h"
 #include "gpu/primitives/launch.h"
 
@@ -92,6 +96,55 @@ __global__ void fill_packed(char* to, PackedLayout layout, std::int64_t first, u
         *reinterpret_cast<bf16*>(to + layout.element(n, k)) =
             inside ? random_value(seed, (first + n) * layout.latent + k, 0.03F, 0) : bf16{};
     }
+}
+
+/// W as e4m3: mostly what a quantiser makes of the same draw, now and then any code but NaN.
+__device__ inline std::uint8_t random_code(unsigned seed, std::size_t i) {
+    const unsigned x = hash(static_cast<unsigned>(i), seed + 77, static_cast<unsigned>(i >> 32));
+    if (x % 8 == 0) return (x >> 8 & 0x7f) == 0x7f ? 0 : static_cast<std::uint8_t>(x >> 8);
+    return __nv_cvt_float_to_fp8(__bfloat162float(random_value(seed, i, 448, 0)), __NV_SATFINITE, __NV_E4M3);
+}
+__host__ __device__ inline float scale_of_row(std::int64_t n, unsigned seed) {
+    return (0.5F + static_cast<float>(hash(static_cast<unsigned>(n), seed + 5) % 1024) / 1024.F) * (0.03F / 448);
+}
+__global__ void fill_packed_float8(std::uint32_t* to, PackedFloat8Layout layout, std::int64_t first, unsigned seed) {
+    for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < layout.bytes() / 4;
+         i += std::int64_t{gridDim.x} * blockDim.x) {
+        const auto [n, k] = layout.place(i);
+        std::uint8_t codes[2][2] = {};
+        for (int row = 0; row < 2; ++row)
+            for (int column = 0; column < 2; ++column)
+                if (n + 8 * row < layout.rows && k + column < layout.latent)
+                    codes[row][column] = random_code(seed, (first + n + 8 * row) * layout.latent + k + column);
+        to[i] = pack_float8_word(codes[0], codes[1]);
+    }
+}
+/// The same as bf16, which holds it exactly, for the float64 reference.
+__global__ void fill_float8_values(bf16* to, std::size_t n, unsigned seed) {
+    for (std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x; i < n; i += std::size_t{gridDim.x} * blockDim.x)
+        to[i] = __float2bfloat16(float_from_e4m3(random_code(seed, i)));
+}
+__global__ void fill_scales(float* to, std::int64_t n, unsigned seed) {
+    for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < n;
+         i += std::int64_t{gridDim.x} * blockDim.x)
+        to[i] = scale_of_row(i, seed);
+}
+/// Every code in every place of a word, beside every other one in the place before it.
+__global__ void widen_codes(unsigned* wrong) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    const auto code = static_cast<std::uint8_t>(threadIdx.x), other = static_cast<std::uint8_t>(blockIdx.x);
+    if ((code & 0x7f) == 0x7f) return;
+    const auto bits = [](std::uint8_t c) {
+        return static_cast<std::uint32_t>(__bfloat16_as_ushort(__float2bfloat16(float_from_e4m3(c))));
+    };
+    for (int place = 0; place < 4; ++place) {
+        std::uint8_t codes[2][2];
+        for (int i = 0; i < 4; ++i) codes[i / 2][i % 2] = i == place ? code : other;
+        std::uint32_t got[2];
+        fused::widen_float8(pack_float8_word(codes[0], codes[1]), got[0], got[1]);
+        if ((got[place / 2] >> 16 * (place % 2) & 0xffff) != bits(code)) atomicAdd(wrong, 1u);
+    }
+#endif
 }
 
 // ---- float64
@@ -290,6 +343,7 @@ __global__ void __launch_bounds__(128) bench_producer(const uint4* from_p, const
 // ---- ranks
 
 int devices = 0;
+bool float8 = false;  ///< weights are e4m3
 
 struct Knobs {
     int early = -1, late = -1, ring = -1, prefetch = -1, at_once = -1, pace = -1, digest = -1, rows = 0, split = 0,
@@ -311,6 +365,7 @@ struct Rank {
     bf16 *pool_routed, *pool_shared, *pool_prefix, *gamma;
     bf16 *routed, *shared, *prefix;            // of the current call
     std::vector<char*> packed;                 // a layer each
+    std::vector<float*> scales;                // of all rows, a layer each: e4m3
     std::vector<bf16*> out;                    // a layer each
     std::map<int, std::vector<bf16*>> golden;  // by the plan's tokens: a layer each, [pool, H]
     unsigned* step;
@@ -351,8 +406,18 @@ struct Problem {
             k.routed = allocate<bf16>(pool * latent), k.shared = allocate<bf16>(pool * hidden);
             k.prefix = allocate<bf16>(pool * hidden);
             for (int l = 0; l < layers; ++l) {
-                k.packed.push_back(allocate<char>(layout.bytes()));
-                fill_packed<<<528, 256>>>(k.packed[l], layout, r * (hidden / world), 1000 + l);
+                const std::int64_t first = r * (hidden / world);
+                if (float8) {
+                    const PackedFloat8Layout of_float8{hidden / world, latent};
+                    k.packed.push_back(allocate<char>(of_float8.bytes()));
+                    fill_packed_float8<<<528, 256>>>(reinterpret_cast<std::uint32_t*>(k.packed[l]), of_float8, first,
+                                                     1000 + l);
+                    k.scales.push_back(allocate<float>(hidden));
+                    fill_scales<<<32, 256>>>(k.scales[l], hidden, 1000 + l);
+                } else {
+                    k.packed.push_back(allocate<char>(layout.bytes()));
+                    fill_packed<<<528, 256>>>(k.packed[l], layout, first, 1000 + l);
+                }
                 k.out.push_back(allocate<bf16>(pool * hidden));
             }
             k.step = allocate<unsigned>(1), k.wrong = allocate<unsigned long long>(1);
@@ -373,6 +438,7 @@ struct Problem {
                             static_cast<void*>(k.prefix), static_cast<void*>(k.step), static_cast<void*>(k.wrong)})
                 cudaFree(p);
             for (char* p : k.packed) cudaFree(p);
+            for (float* p : k.scales) cudaFree(p);
             for (bf16* p : k.out) cudaFree(p);
             for (auto& [tokens, all] : k.golden)
                 for (bf16* p : all) cudaFree(p);
@@ -414,6 +480,7 @@ struct Problem {
         auto [at, fresh] = plans.try_emplace(width);
         if (fresh) {
             CUDA(cudaSetDevice(0));
+            at->second.float8 = float8;
             const cudaError_t e = plan_fused_tail(shape, width, most_ctas, &at->second);
             FusedTailPlan& p = at->second;
             if (e != cudaSuccess) {
@@ -430,9 +497,9 @@ struct Problem {
             if (knobs.digest >= 0) p.digest = knobs.digest != 0;
             if (knobs.rows > 0) p.rows = knobs.rows, p.split = knobs.split, p.clusters = knobs.clusters;
             CUDA(fused_tail_fits(shape, p));
-            std::printf("plan H=%ld L=%ld R=%d M<=%d: tile %d x %d, split %d, %d clusters, grid %d\n",
-                        static_cast<long>(shape.hidden), static_cast<long>(shape.latent), world(), width, p.rows, p.tokens,
-                        p.split, p.clusters, fused_tail_grid(p));
+            std::printf("plan %sH=%ld L=%ld R=%d M<=%d: tile %d x %d, split %d, %d clusters, grid %d\n",
+                        float8 ? "e4m3 " : "", static_cast<long>(shape.hidden), static_cast<long>(shape.latent), world(),
+                        width, p.rows, p.tokens, p.split, p.clusters, fused_tail_grid(p));
         }
         return at->second;
     }
@@ -447,6 +514,7 @@ struct Problem {
         op.shape = shape, op.plan = plan(tokens);
         op.workspace = k.workspace;
         op.routed = k.routed, op.shared = k.shared, op.out = k.out[layer];
+        if (float8) op.column_scales = k.scales[layer] + r * (shape.hidden / world());
         op.packed = k.packed[layer], op.rms_norm = norm, op.gamma = k.gamma;
         op.tokens = tokens;
         return op;
@@ -479,11 +547,16 @@ struct Problem {
         auto* w = allocate<bf16>(shape.hidden * shape.latent);
         auto* result = allocate<double>(2);
         CUDA(cudaMemset(result, 0, 16));
-        fill<<<528, 256>>>(w, shape.hidden * shape.latent, 1000 + layer, 0.03F, 0);
+        if (float8) {
+            fill_float8_values<<<528, 256>>>(w, shape.hidden * shape.latent, 1000 + layer);
+        } else {
+            fill<<<528, 256>>>(w, shape.hidden * shape.latent, 1000 + layer, 0.03F, 0);
+        }
+        const float* scales = in.column_scales || !float8 ? in.column_scales : ranks[0].scales[layer];
         reference_rows<<<static_cast<unsigned>(rows), 256>>>(routed, world(), ranks[0].gamma, norm, shape.latent, 1e-5, x);
         reference_columns<<<static_cast<unsigned>((shape.hidden + 7) / 8), 256>>>(
-            x, w, shared, static_cast<int>(in.shared.size()), in.prefix, in.column_scales, in.scale, rows, shape.hidden,
-            shape.latent, stride, got, result);
+            x, w, shared, static_cast<int>(in.shared.size()), in.prefix, scales, in.scale, rows, shape.hidden, shape.latent,
+            stride, got, result);
         double both[2];
         CUDA(cudaMemcpy(both, result, 16, cudaMemcpyDefault));
         cudaFree(x), cudaFree(w), cudaFree(result);
@@ -778,7 +851,6 @@ void check_faults() {
     p.each([&](int r) {
         FusedTail op = p.call(r, 0, 2);
         op.prefix = r == 0 ? p.ranks[r].pool_prefix : p.ranks[r].pool_shared, op.shared = {};
-        op.column_scales = nullptr;
         CUDA(launch_fused_tail(op, p.ranks[r].stream));
     });
     p.sync();
@@ -1146,8 +1218,8 @@ void bench(std::int64_t hidden, std::int64_t latent, int world, bool norm, const
     for (const int m : sizes) {
         const double raw = timed(p, true, m, nullptr);
         if (brief) {
-            std::printf("time H=%ld L=%ld R=%d M=%-3d raw %.2f\n", static_cast<long>(hidden), static_cast<long>(latent),
-                        world, m, raw);
+            std::printf("time %s H=%ld L=%ld R=%d M=%-3d raw %.2f\n", float8 ? "e4m3" : "bf16", static_cast<long>(hidden),
+                        static_cast<long>(latent), world, m, raw);
             continue;
         }
         const double plain = timed(p, true, m, nullptr, false);
@@ -1162,10 +1234,11 @@ void bench(std::int64_t hidden, std::int64_t latent, int world, bool norm, const
             fresh[i] = timed(p, true, m, producers[i]) - timed(p, false, m, producers[i]);
         }
         std::printf(
-            "time H=%ld L=%ld R=%d M=%-3d raw %.2f | fresh, early trigger %.2f, late %.2f, early with 6 us and the same "
+            "time %s H=%ld L=%ld R=%d M=%-3d raw %.2f | fresh, early trigger %.2f, late %.2f, early with 6 us and the same "
             "carve-out %.2f | no "
             "dependent launch %.2f\n",
-            static_cast<long>(hidden), static_cast<long>(latent), world, m, raw, fresh[0], fresh[1], fresh[2], plain);
+            float8 ? "e4m3" : "bf16", static_cast<long>(hidden), static_cast<long>(latent), world, m, raw, fresh[0],
+            fresh[1], fresh[2], plain);
     }
     p.healthy("bench");
 }
@@ -1246,6 +1319,17 @@ int main(int argc, char** argv) {
         if (a.rfind("tokens=", 0) == 0) {
             sizes.clear();
             for (const char* s = a.c_str() + 6; s; s = std::strchr(s, ',')) sizes.push_back(std::atoi(++s));
+        }
+        if (a == "weights=bf16") float8 = false;
+        if (a == "weights=e4m3") {
+            float8 = true;
+            auto* wrong = allocate<unsigned>(1);
+            CUDA(cudaMemset(wrong, 0, 4));
+            widen_codes<<<256, 256>>>(wrong);
+            unsigned n = 0;
+            CUDA(cudaMemcpy(&n, wrong, 4, cudaMemcpyDefault));
+            CUDA(cudaFree(wrong));
+            expect(n == 0, "e4m3: %u codes widened wrongly", n);
         }
         if (a == "first") {
             check_shape(7168, 3584, 2, true, 16);

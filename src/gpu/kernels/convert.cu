@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/numeric.h"
 #include "gpu/primitives/launch.h"
 #include "gpu/primitives/numeric.h"
 #include "gpu/primitives/scalar.h"
@@ -44,6 +45,29 @@ __global__ void __launch_bounds__(threads)
     }
 }
 
+/// A thread a row: once a layer, when it is added.
+__global__ void __launch_bounds__(threads)
+    round_to_float8(const void* x, Dtype from, std::int64_t stride, const float* given, std::uint8_t* codes, float* scales,
+                    std::int64_t rows, std::int64_t width) {
+    const auto is_finite = [](float value) { return as_bits(value) << 1 < 0xff000000u; };
+    const std::int64_t row = std::int64_t{blockIdx.x} * threads + threadIdx.x;
+    if (row >= rows) return;
+    float largest = 0;
+    bool finite = true;
+    for (std::int64_t i = 0; i < width; ++i) {
+        const float value = element(x, from, row * stride + i);
+        finite = finite && is_finite(value);
+        if (fabsf(value) > largest) largest = fabsf(value);
+    }
+    const float least = as_float(0x00800000), quotient = largest / e4m3_max;
+    const float scale = finite && largest > 0 ? (quotient < least ? least : quotient) : 1.0F;
+    for (std::int64_t i = 0; i < width; ++i) {
+        const float value = element(x, from, row * stride + i);
+        codes[row * width + i] = is_finite(value) ? e4m3_from_float(value / scale) : std::uint8_t{0x7f};
+    }
+    scales[row] = scale * (given != nullptr ? given[row] : 1.0F);
+}
+
 __global__ void __launch_bounds__(threads) noise(void* y, Dtype dtype, std::int64_t count) {
     const std::int64_t step = std::int64_t{gridDim.x} * threads;
     for (std::int64_t i = std::int64_t{blockIdx.x} * threads + threadIdx.x; i < count; i += step) {
@@ -67,6 +91,16 @@ cudaError_t widen_rows(ConstRows x, Dtype from, void* y, Dtype to, std::int64_t 
     const std::int64_t stride = x.stride == 0 ? width : x.stride;
     return launch({.grid = ctas_for(rows * width), .block = threads, .stream = stream}, widen, x.data, from, stride, y, to,
                   rows, width);
+}
+
+cudaError_t round_rows_to_float8(ConstRows x, Dtype from, const float* given, std::uint8_t* codes, float* scales,
+                                 std::int64_t rows, std::int64_t width, cudaStream_t stream) {
+    if (rows < 0 || width <= 0 || x.data == nullptr || codes == nullptr || scales == nullptr || from == Dtype::e4m3)
+        return cudaErrorInvalidValue;
+    if (rows == 0) return cudaSuccess;
+    const std::int64_t stride = x.stride == 0 ? width : x.stride;
+    return launch({.grid = static_cast<int>((rows + threads - 1) / threads), .block = threads, .stream = stream},
+                  round_to_float8, x.data, from, stride, given, codes, scales, rows, width);
 }
 
 cudaError_t fill_noise(void* y, Dtype dtype, std::int64_t count, cudaStream_t stream) {

@@ -13,6 +13,11 @@ namespace latent_moe::gpu {
 cudaError_t widen_rows(ConstRows x, Dtype from, void* y, Dtype to, std::int64_t rows, std::int64_t width,
                        cudaStream_t stream);
 
+/// Rows as e4m3 with a scale each, as `pack_float8` of core/float8_packing.h makes them, bit for bit: x is bf16, f16 or f32,
+/// `codes` are contiguous. `given`: what the rows are to be multiplied with besides; it may be `scales`, or null.
+cudaError_t round_rows_to_float8(ConstRows x, Dtype from, const float* given, std::uint8_t* codes, float* scales,
+                                 std::int64_t rows, std::int64_t width, cudaStream_t stream);
+
 /// Random elements of about unit size: products of zeros run faster than those of data.
 cudaError_t fill_noise(void* y, Dtype dtype, std::int64_t count, cudaStream_t stream);
 

@@ -147,6 +147,14 @@ constexpr Compiled tiles[] = {
     compiled<32, 64, Known{2, 2, 1, true}>(),
     compiled<64, 64, Known{2, 2, 1, true}>(),
     compiled<128, 64, Known{2, 2, 1, true}>(),
+    // e4m3, which no tail of the library runs (docs/decisions/0012-float8-fused.md).
+    compiled<8, 128, Known{4, 2, 1, true, true}>(),
+    compiled<8, 128, Known{4, 2, 1, false, true}>(),
+    compiled<16, 128, Known{4, 2, 1, false, true}>(),
+    compiled<8, 128, Known{.float8 = true}>(),
+    compiled<16, 128, Known{.float8 = true}>(),
+    compiled<8, 64, Known{.float8 = true}>(),
+    compiled<16, 64, Known{.float8 = true}>(),
 #endif
     compiled<128, 128, pairs_of_four>(),
     compiled<32, 64, pairs_of_two>(),
@@ -174,7 +182,7 @@ const Compiled* find(const FusedTailShape& shape, const FusedTailPlan& plan, boo
         (shape.hidden / shape.world + plan.rows * plan.clusters - 1) / std::max(1, plan.rows * plan.clusters);
     for (const Compiled& c : tiles) {
         const auto serves = [](int known, std::int64_t actual) { return known == 0 || known == actual; };
-        if (c.tokens == plan.tokens && c.rows == plan.rows && (stamps || !c.known.stamps) &&
+        if (c.tokens == plan.tokens && c.rows == plan.rows && c.known.float8 == plan.float8 && (stamps || !c.known.stamps) &&
             serves(c.known.split, plan.split) && serves(c.known.world, shape.world) && serves(c.known.turns, turns)) {
             return &c;
         }
@@ -341,10 +349,13 @@ cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, in
     for (; width >= 8; width /= 2) {
         std::int64_t best = INT64_MAX;
         for (const fused::Compiled& tile : fused::tiles) {
-            if (tile.tokens != width || tile.known.split != 0) continue;  // the same tile, more known, takes the same plans
+            // The same tile, more known, takes the same plans.
+            if (tile.tokens != width || tile.known.split != 0 || tile.known.float8 != plan->float8) continue;
             for (int split = 1; split <= fused::max_split; split *= 2) {
                 FusedTailPlan candidate;
-                candidate.token_ring = tile.tokens >= 128 ? 4 : tile.tokens >= 64 ? 8 : 14;  // measured, K3 at TP 2
+                candidate.float8 = tile.known.float8;
+                if (candidate.float8) candidate.in_flight_early = 12, candidate.in_flight_late = 24;  // half as large
+                candidate.token_ring = tile.tokens >= 128 ? 4 : tile.tokens >= 64 ? 8 : 14;           // measured, K3 at TP 2
                 candidate.tokens = tile.tokens, candidate.rows = tile.rows, candidate.split = split;
                 const int all = static_cast<int>((shape.hidden / shape.world + tile.rows - 1) / tile.rows);
                 int most = std::min({all, max_ctas / split, max_grid / split});
@@ -421,8 +432,9 @@ cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
         static_cast<std::uint32_t>(std::min<std::uint64_t>((op.exchange.timeout_ns >> fused::tick_log2_ns) + 1, 1u << 30));
     p.stamps = op.stamps;
     if (op.tokens > 0 && tile->pooled && !op.workspace) return cudaErrorInvalidValue;
-    if (op.tokens > 0 && (!p.routed || !p.out || !p.weights || !aligned(p.routed) || !aligned(p.shared) ||
-                          !aligned(p.prefix) || !aligned(p.out) || reinterpret_cast<std::uintptr_t>(p.gamma) % 16 != 0)) {
+    if (op.tokens > 0 &&
+        (!p.routed || !p.out || !p.weights || !aligned(p.routed) || !aligned(p.shared) || !aligned(p.prefix) ||
+         !aligned(p.out) || (op.plan.float8 && !p.column_scales) || reinterpret_cast<std::uintptr_t>(p.gamma) % 16 != 0)) {
         return cudaErrorInvalidValue;
     }
     if (op.tokens == 0) {

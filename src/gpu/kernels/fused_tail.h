@@ -46,6 +46,7 @@ struct FusedTailPlan {
     int prefetch_blocks = 24;   ///< of weights that shared memory does not hold, into L2, at most,
     int prefetch_at_once = 3;   ///< all at once if there are no more,
     int prefetch_clocks = 700;  ///< one in so many clocks
+    bool float8 = false;        ///< `packed` is e4m3 (packed_float8.h): in builds for measurement only
     bool digest = true;         ///< of the latents, for the next call's header; the same on every rank
 };
 
@@ -55,8 +56,8 @@ int fused_tail_grid(const FusedTailPlan& plan);
 /// here.
 cudaError_t prepare_fused_tail();
 
-/// Chooses for calls of up to `tokens` rows, with at most `max_ctas` CTAs, all resident at once (asks the device).
-/// cudaErrorInvalidValue: outside the limits; cudaErrorLaunchOutOfResources: nothing fits.
+/// Chooses for calls of up to `tokens` rows, and weights as `plan->float8` says, with at most `max_ctas` CTAs, all resident
+/// at once (asks the device). cudaErrorInvalidValue: outside the limits; cudaErrorLaunchOutOfResources: nothing fits.
 cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, int max_ctas, FusedTailPlan* plan);
 
 /// Whether this plan can run this shape here, its whole grid resident.
@@ -88,7 +89,7 @@ struct FusedTail {
     const void* gamma = nullptr;  ///< [latent]; null: ones
     float epsilon = 1e-5F;
     float scale = 1.0F;
-    const float* column_scales = nullptr;  ///< [hidden / world], on top of `scale`; may be null
+    const float* column_scales = nullptr;  ///< [hidden / world], on top of `scale`; may be null, but not for e4m3
     std::int64_t tokens = 0;               ///< at most `shape.capacity`; 0 takes part in the exchange too
     /// May start before its predecessor has ended: weights and γ are read at once, nothing else before the predecessor has
     /// ended.

@@ -5,6 +5,9 @@
 //     Σ parts in the order of K · factor · scale + Σ shared, rounded; + prefix, rounded ──▶ out, and every peer's mailbox
 #pragma once
 
+#include <type_traits>
+
+#include "gpu/kernels/fused_tail_float8.cuh"
 #include "gpu/kernels/fused_tail_gather.cuh"
 #include "gpu/kernels/fused_tail_mailboxes.cuh"
 #include "gpu/kernels/fused_tail_stamps.cuh"
@@ -102,6 +105,13 @@ struct Math {
 
     /// This warp's fragment: 16 rows of the tile, all tokens. The first time, the tokens are still being gathered.
     LATENT_MOE_DEVICE void multiply(bool first_time, Progress& at, float (&sum)[Tile::tokens / 2]) const {
+        if constexpr (Tile::known.float8) {
+            multiply_float8(*this, first_time, at, sum);
+        } else {
+            multiply_bf16(first_time, at, sum);
+        }
+    }
+    LATENT_MOE_DEVICE void multiply_bf16(bool first_time, Progress& at, float (&sum)[Tile::tokens / 2]) const {
         constexpr int width = Tile::tokens;
         float acc[Tile::chains][width / 2] = {};
         const int freed = cta.turns() * cta.blocks - p.ring;  // blocks whose place somebody waits for
@@ -234,6 +244,24 @@ struct Math {
         return p.prefix.data && i.exists ? load(word_of(p.prefix, i)) : Words{};
     }
 
+    /// Of an item's columns: e4m3 has them always, and reads them early, because far memory is most of a microsecond away.
+    struct EarlyScales {
+        float at[item_columns];
+    };
+    struct NoScales {};
+    using Scales = std::conditional_t<Tile::known.float8, EarlyScales, NoScales>;
+    LATENT_MOE_DEVICE Scales scales_of([[maybe_unused]] const Item& i) const {
+        if constexpr (Tile::known.float8) {
+            Scales scales{};
+#pragma unroll
+            for (int e = 0; e < item_columns; ++e)
+                if (i.exists) scales.at[e] = p.column_scales[2 * i.word + e];
+            return scales;
+        } else {
+            return {};
+        }
+    }
+
     /// Σ over the parts of K, in their order, of an item's products; and the row's factor.
     LATENT_MOE_DEVICE void sum_parts(const Item& i, float (&sum)[item_columns], float& factor) const {
         const std::uint32_t stride = cta.fragments() * Tile::fragment_bytes;
@@ -268,13 +296,15 @@ struct Math {
         factor = p.rms_norm ? p.scale * rms_factor(squares, p.inverse_latent, p.epsilon) : p.scale;
     }
 
-    LATENT_MOE_DEVICE void finish(const Slot<Cta>& slot, int turn, const Item& first, const Words& first_prefix) const {
+    LATENT_MOE_DEVICE void finish(const Slot<Cta>& slot, int turn, const Item& first, const Words& first_prefix,
+                                  const Scales& first_scales) const {
         using E = Element<Dtype::bf16>;
 #pragma unroll 1
         for (int index = thread; index < item_count(); index += finishing_threads) {
             const Item i = index == thread ? first : item(cta.tile(turn), index);
             if (!i.exists) continue;
             const Words prefix = index == thread ? first_prefix : prefix_of(i);
+            [[maybe_unused]] const Scales scales = index == thread ? first_scales : scales_of(i);
             float sum[item_columns], factor, shared[item_columns];
             if constexpr (Tile::signals > 1)
                 wait_locally(cta.bar(Barriers::received, i.token / Tile::tokens_of_signal), turn & 1);
@@ -291,7 +321,11 @@ struct Math {
                 for (int e = 0; e < 2; ++e) {
                     // A factor of 0 (the squares overflowed): the row's latents count as 0, however large they are.
                     float product = p.rms_norm && factor == 0 ? 0 : factor * sum[2 * w + e];
-                    if (p.column_scales) product *= p.column_scales[2 * (i.word + w) + e];
+                    if constexpr (Tile::known.float8) {
+                        product *= scales.at[2 * w + e];
+                    } else if (p.column_scales) {
+                        product *= p.column_scales[2 * (i.word + w) + e];
+                    }
                     two[e] = shared[2 * w + e] + product;
                 }
                 result.at[w] = E::pack(two);
@@ -314,9 +348,10 @@ struct Math {
     LATENT_MOE_DEVICE void help_to_finish(const Slot<Cta>& slot) const {
         const Item first = item(cta.tile(0), thread);
         const Words prefix = prefix_of(first);
+        const Scales scales = scales_of(first);
         sync_threads_of(shared_ready, threads + Tile::gather_threads);
         if constexpr (Tile::signals == 1) wait_locally(cta.bar(Barriers::received), 0);
-        finish(slot, 0, first, prefix);
+        finish(slot, 0, first, prefix, scales);
     }
 
     LATENT_MOE_DEVICE void run() {
@@ -329,6 +364,7 @@ struct Math {
         for (int turn = 0; turn < cta.turns(); ++turn) {
             const Item first = item(cta.tile(turn), thread);
             const Words prefix = prefix_of(first);
+            const Scales scales = scales_of(first);
             float sum[Tile::tokens / 2];
             multiply(turn == 0, at, sum);
             stamp<Tile>(p, multiply_done, thread == 0);
@@ -339,7 +375,7 @@ struct Math {
             if (turn == 0) sync_threads_of(shared_ready, threads + Tile::gather_threads);
             if constexpr (Tile::signals == 1) wait_locally(cta.bar(Barriers::received), turn & 1);
             stamp<Tile>(p, parts_there, thread == 0);
-            finish(slot, turn, first, prefix);
+            finish(slot, turn, first, prefix, scales);
             if constexpr (Tile::signals > 1) {
                 // Nobody leaves, and no phase is begun, before all has come, also what is of no token.
 #pragma unroll 1

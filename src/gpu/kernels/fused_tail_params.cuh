@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "gpu/kernels/packed_float8.h"
 #include "gpu/kernels/packed_layout.h"
 #include "gpu/kernels/rows.h"
 #include "gpu/primitives/copy.h"
@@ -24,11 +25,12 @@ struct Known {
     int world = 0;        ///< only 2 is of use
     int turns = 0;        ///< tiles of a cluster; only 1 is of use
     bool stamps = false;  ///< see fused_tail_stamps.cuh
+    bool float8 = false;  ///< weights are e4m3 (packed_float8.h), multiplied from registers (fused_tail_float8.cuh)
 };
 
 /// Places of the ring of weight blocks, at most.
-constexpr int max_ring_of(int rows) {
-    return std::min(24, max_shared_bytes / (rows * PackedLayout::row_bytes));
+constexpr int max_ring_of(int block_bytes) {
+    return std::min(24, max_shared_bytes / block_bytes);
 }
 
 /// Weights that a cluster multiplies at a time, and the warps that do it.
@@ -52,15 +54,17 @@ struct Tile {
     static constexpr int gather_threads = gather_warps * 32;
     static constexpr int threads = (protocol_warp + 1 + (pooled ? 1 : 0)) * 32;
 
-    static constexpr int max_ring = max_ring_of(rows);
     /// Items of the pool that a warp sums together, with one fence.
     static constexpr int items_at_once = tokens <= 64 ? 1 : rows == 64 ? 2 : 3;
     /// Rows that a thread polls together, if there is one peer.
     static constexpr int gather_at_once = tokens <= 8 ? 2 : tokens <= 32 ? 4 : 6;
 
-    static constexpr int weight_bytes = rows * PackedLayout::row_bytes;     ///< of one block of 64 columns
-    static constexpr int token_bytes = tokens * PackedLayout::row_bytes;    ///< of one block
-    static constexpr int chains = tokens <= 16 ? 4 : tokens == 32 ? 2 : 1;  ///< of wgmma, added at the end
+    static constexpr int packed_bytes = known.float8 ? PackedFloat8Layout::block_bytes : PackedLayout::block_bytes;
+    static constexpr int weight_bytes = packed_bytes / PackedLayout::tile_rows * rows;  ///< of one block of 64 columns
+    static constexpr int max_ring = max_ring_of(weight_bytes);
+    static constexpr int token_bytes = tokens * PackedLayout::row_bytes;  ///< of one block
+    /// Of wgmma (mma.sync for e4m3), added at the end.
+    static constexpr int chains = tokens == 16 && known.float8 ? 2 : tokens <= 16 ? 4 : tokens == 32 ? 2 : 1;
 
     // A fragment as its warp's lanes hold it: | tokens 0 … 7: lane 0: 4 floats, lane 1 … | tokens 8 … 15 | …. There are 16
     // bytes more after every 8 lanes and the size is an odd multiple of 64, so that a warp that reads 2 tokens × 32 rows, or

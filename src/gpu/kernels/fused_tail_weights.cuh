@@ -42,7 +42,7 @@ LATENT_MOE_DEVICE void stream_weights(const Cta& cta, int lane) {
     const int total = cta.turns() * cta.blocks;
     const auto source = [&](int tile, int block) {
         const std::int64_t first = std::int64_t{tile / tiles_of_layout} * p.blocks + cta.first_block + block;
-        return p.weights + first * PackedLayout::block_bytes + tile % tiles_of_layout * Tile::weight_bytes;
+        return p.weights + first * Tile::packed_bytes + tile % tiles_of_layout * Tile::weight_bytes;
     };
     int tile = cta.cluster, block = 0;
     const auto advance = [&] {

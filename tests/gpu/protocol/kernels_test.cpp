@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -13,15 +14,18 @@
 #include <gtest/gtest.h>
 
 #include "core/deferred.h"
+#include "core/float8_packing.h"
 #include "core/numeric.h"
 #include "gpu/kernels/column_exchange.h"
 #include "gpu/kernels/combine_rows.h"
 #include "gpu/kernels/convert.h"
 #include "gpu/kernels/finish_product.h"
 #include "gpu/kernels/kernels.h"
+#include "gpu/kernels/packed_float8.h"
 #include "gpu/kernels/packed_layout.h"
 #include "gpu/kernels/row_norm.h"
 #include "gpu/kernels/sum_rows.h"
+#include "gpu/packed_layer.h"
 #include "gpu/protocol/emulated_gpu.h"
 #include "support/problem.h"
 
@@ -360,6 +364,93 @@ TEST(Kernels, RowsAreWidenedExactly) {
     };
     for (const Dtype to : {Dtype::bf16, Dtype::f16, Dtype::f32}) check(bytes, Dtype::e4m3, to);
     for (const Dtype from : {Dtype::bf16, Dtype::f16}) check(draw.tensor(tokens, width, from), from, Dtype::f32);
+}
+
+TEST(Kernels, RowsAreRoundedToFloat8AsTheHostRoundsThem) {
+    Draw draw(7);
+    constexpr std::int64_t rows = 11, width = 64;
+    for (const Dtype from : {Dtype::bf16, Dtype::f16, Dtype::f32}) {
+        Tensor x = draw.tensor(rows, width, from, 8);
+        x.set(3, 5, std::numeric_limits<float>::infinity());
+        x.set(4, 6, std::nanf(""));
+        for (std::int64_t n = 0; n < width; ++n) x.set(5, n, 0), x.set(6, n, draw.normal() * 0x1p-13F);
+        std::vector<float> given(rows), scales(rows);
+        for (float& scale : given) scale = 1 + std::abs(draw.normal());
+        const Float8Rows expected = pack_float8(
+            {.data = x.matrix().data, .rows = rows, .stride = x.matrix().stride, .dtype = from, .row_scales = given.data()},
+            width);
+        std::vector<std::uint8_t> codes(static_cast<std::size_t>(rows * width));
+        on_one_gpu([&](cudaStream_t stream) {
+            return round_rows_to_float8(x.rows(), from, given.data(), codes.data(), scales.data(), rows, width, stream);
+        });
+        EXPECT_EQ(codes, expected.bits) << latent_moe::name(from);
+        EXPECT_EQ(scales, expected.scales) << latent_moe::name(from);
+    }
+}
+
+/// The element of a word as fused_tail_float8.cuh takes it out and multiplies it.
+float widened(std::uint32_t word, bool second_row, bool second_column) {
+    const std::uint32_t pair = second_row ? (word << 4 & 0x80f080f0U) | (word >> 4 & 0x07000700U) : word & 0x87f087f0U;
+    return std::bit_cast<float>(second_column ? pair & 0xffff0000U : pair << 16) * 0x1p120F;
+}
+
+TEST(Kernels, Float8WeightsLieWhereTheirProductWidensThem) {
+    Draw draw(8);
+    constexpr std::int64_t rows = 136, latent = 72;  // a second tile and a second block, neither whole
+    std::vector<std::uint8_t> codes(rows * latent);
+    for (std::uint8_t& code : codes) {
+        do code = static_cast<std::uint8_t>(draw.below(256));
+        while ((code & 0x7f) == 0x7f);
+    }
+    const PackedFloat8Layout layout{rows, latent};
+    std::vector<int> seen(rows * latent);
+    for (std::int64_t i = 0; i < layout.bytes() / 4; ++i) {
+        // As mma.sync's A operand wants it: lane l has rows l / 4 and 8 more, pairs of columns l % 4 and 4 more.
+        const auto [n, k] = layout.place(i);
+        const std::int64_t lane = i / 4 % 32, word = i % 4, half = i / 128 % 2, fragment = i / 256 % 8, block = i / 2048;
+        ASSERT_EQ(n, block / 2 * 128 + fragment * 16 + lane / 4);
+        ASSERT_EQ(k, block % 2 * 64 + half * 32 + word / 2 * 16 + word % 2 * 8 + lane % 4 * 2);
+        std::uint8_t of_word[2][2] = {};
+        for (int e = 0; e < 4; ++e) {
+            const std::int64_t row = n + e / 2 * 8, column = k + e % 2;
+            if (row >= rows || column >= latent) continue;
+            ++seen[static_cast<std::size_t>(row * latent + column)];
+            of_word[e / 2][e % 2] = codes[static_cast<std::size_t>(row * latent + column)];
+        }
+        const std::uint32_t packed = pack_float8_word(of_word[0], of_word[1]);
+        for (int e = 0; e < 4; ++e)
+            ASSERT_EQ(widened(packed, e / 2 == 1, e % 2 == 1), float_from_e4m3(of_word[e / 2][e % 2])) << "word " << i;
+    }
+    EXPECT_EQ(seen, std::vector<int>(seen.size(), 1));
+}
+
+TEST(Kernels, ALayerRoundsItsWeightsToFloat8WhereThatIsAskedFor) {
+    Draw draw(9);
+    constexpr std::int64_t hidden = 32, latent = 64;
+    const Shape shape{.hidden = hidden, .latent = latent, .norm = Norm::none};
+    for (const Dtype dtype : {Dtype::bf16, Dtype::f32}) {
+        const Tensor w = draw.tensor(hidden, latent, dtype);
+        std::vector<float> given(hidden);
+        for (float& scale : given) scale = 1 + std::abs(draw.normal());
+        for (const float* row_scales : {static_cast<const float*>(nullptr), static_cast<const float*>(given.data())}) {
+            const WeightView view{.data = w.matrix().data,
+                                  .rows = hidden,
+                                  .stride = w.matrix().stride,
+                                  .dtype = dtype,
+                                  .row_scales = row_scales};
+            const GpuPackedLayer layer(shape, {.own = {16, 16}, .whole = true, .plain = true, .round_to_float8 = true}, view,
+                                       nullptr, nullptr);
+            const Float8Rows expected = pack_float8(view, latent);
+            const ProductWeights whole = layer.weights(WeightPart::whole), shard = layer.weights(WeightPart::shard);
+            ASSERT_EQ(whole.dtype, Dtype::bf16) << "e4m3 fits, whatever it was made of";
+            for (std::int64_t i = 0; i < hidden * latent; ++i) {
+                ASSERT_EQ(load_element(whole.plain, Dtype::bf16, i),
+                          float_from_e4m3(expected.bits[static_cast<std::size_t>(i)]));
+            }
+            for (std::size_t n = 0; n < hidden; ++n) ASSERT_EQ(whole.row_scales[n], expected.scales[n]);
+            EXPECT_EQ(shard.row_scales, whole.row_scales + 16);
+        }
+    }
 }
 
 TEST(Kernels, AProductIsFinishedWithOneRoundingAStep) {
