@@ -11,6 +11,7 @@ import argparse
 import html
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -438,7 +439,11 @@ SECTIONS = {
 
 def section(path: Path) -> str:
     try:
+        if not path.is_file() and path.exists():
+            raise UnusableError(f"{path}: is no regular file")
         data = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise UnusableError(f"{path}: is nested too deeply") from None
     except OSError as error:
         raise UnusableError(f"{path}: {error.strerror}") from None
     except ValueError as error:
@@ -452,7 +457,7 @@ def section(path: Path) -> str:
         raise UnusableError(f"{path}: schema is {found}, expected one of {', '.join(SECTIONS)}, or a trace")
     try:
         body = make(data)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, ZeroDivisionError) as error:
         raise UnusableError(f"{path}: not as its schema says: {error!r}") from None
     return f'<section data-file="{escaped(path.name)}"><h2>{title}: {escaped(path.name)}</h2>{body}</section>'
 
@@ -469,6 +474,19 @@ def page(paths: list[Path]) -> str:
     )
 
 
+def write_whole(path: Path, text: str) -> None:
+    """The file appears complete or stays as it was."""
+    if path.exists() and not path.is_file():  # a device or a pipe
+        path.write_text(text, encoding="utf-8")
+        return
+    beside = path.resolve().with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path.resolve())
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m latent_moe.report", description="One page that shows what was measured."
@@ -479,7 +497,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="HTML", help="the page")
     given = parser.parse_args(arguments)
     try:
-        given.out.write_text(page(given.files), encoding="utf-8")
+        for path in given.files:
+            if path.exists() and given.out.exists() and path.samefile(given.out):
+                raise UnusableError(f"{path}: is given and would be overwritten, expected another name behind -o")
+        write_whole(given.out, page(given.files))
     except UnusableError as error:
         print(f"latent_moe.report: error: {error}", file=sys.stderr)
         return 2

@@ -26,6 +26,15 @@ bool is_first_of_launch() {
     return true;
 }
 
+/// Processes that a launcher started as one job would each run all ranks as threads, and write the same files.
+void require_one_job(const Arguments& arguments) {
+    const char* const size = std::getenv("OMPI_COMM_WORLD_SIZE");
+    if (arguments.processes || size == nullptr || std::atoi(size) <= 1) return;
+    throw Error(
+        StatusCode::invalid_argument,
+        fmt::format("--ranks is threads in one of {} processes that mpirun started, expected --ranks processes", size));
+}
+
 /// One line, whatever the message holds.
 void tell(const std::string& message) {
     std::string line = message;
@@ -99,6 +108,7 @@ int run_program(int count, char** texts) {
     const Arguments& arguments = program.arguments[program.chosen()];
     std::unique_ptr<Ranks> ranks;
     Outcome outcome = attempt([&] {
+        require_one_job(arguments);
         ranks = arguments.processes ? make_process_ranks(arguments.timeout_ms) : make_thread_ranks(arguments.timeout_ms);
         return done;
     });

@@ -358,6 +358,7 @@ std::string replay_command(const Arguments& arguments, const Failure& failure) {
     if (arguments.processes) command += " --ranks processes";
     if (arguments.tp) command += fmt::format(" --tp {}", *arguments.tp);
     if (arguments.threads != 0) command += fmt::format(" --threads {}", arguments.threads);
+    if (arguments.timeout_ms != Arguments{}.timeout_ms) command += fmt::format(" --timeout-ms {}", arguments.timeout_ms);
     return command;
 }
 
@@ -425,6 +426,9 @@ int execute(const Arguments& arguments, Ranks& ranks) {
     const auto seconds = [&] { return std::chrono::duration<double>(Clock::now() - begin).count(); };
     const std::uint64_t end =
         arguments.calls ? arguments.from_call + static_cast<std::uint64_t>(*arguments.calls) : UINT64_MAX;
+    if (arguments.minutes && std::isnan(*arguments.minutes)) {
+        throw Error(StatusCode::invalid_argument, "--minutes is nan, expected a number of minutes");
+    }
     const double most_seconds = arguments.minutes ? *arguments.minutes * 60 : arguments.calls ? INFINITY : 60;
 
     // oneDNN keeps the kernels of the last thousand shapes. A soak sees more than that, and what it holds is not to grow.

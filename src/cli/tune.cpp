@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <ctime>
 #include <filesystem>
 
@@ -14,6 +15,7 @@
 #include "context/backends.h"
 #include "core/planner.h"
 #include "core/tune_table.h"
+#include "io/output_file.h"
 #include "io/tune_file.h"
 #include "latent_moe/status.h"
 
@@ -76,6 +78,31 @@ struct Verified {
     double ratio() const noexcept { return chosen_us / best_us; }
     bool good() const noexcept { return ratio() <= verified_ratio; }
 };
+
+/// What `--out` holds now.
+std::vector<TuneTable> tables_in(const std::string& path) {
+    std::error_code error;
+    if (std::filesystem::exists(path, error)) return io::read_tune_tables(path);
+    if (error) throw Error(StatusCode::io, fmt::format("{}: cannot open: {}", path, error.message()));
+    return {};
+}
+
+/// Adds a table to the file as it is now: another `tune` may have written to it meanwhile. False: the file holds a fuller
+/// one, which stays, since this one was stopped early.
+bool save(const std::string& path, const TuneTable& table, bool stopped_early) {
+    std::vector<TuneTable> tables = tables_in(path);
+    const auto old =
+        std::find_if(tables.begin(), tables.end(), [&](const TuneTable& each) { return each.key == table.key; });
+    if (old == tables.end()) {
+        tables.push_back(table);
+    } else if (stopped_early && old->tokens().size() > table.tokens().size()) {
+        return false;
+    } else {
+        *old = table;
+    }
+    io::write_tune_tables(path, tables);
+    return true;
+}
 
 struct Tuned {
     TuneTable table;
@@ -180,6 +207,10 @@ void report_verified(Output& output, const std::vector<Verified>& verified) {
         rows.row({fmt::format("{}", each.tokens), name(each.chosen), us_text(each.chosen_us), name(each.best),
                   us_text(each.best_us), fmt::format("{:.3f}{}", each.ratio(), each.good() ? "" : " !")});
     }
+    if (verified.empty()) {
+        output.line("nothing to verify: no number of tokens lies between two that were measured");
+        return;
+    }
     const auto worst = std::max_element(verified.begin(), verified.end(),
                                         [](const Verified& a, const Verified& b) { return a.ratio() < b.ratio(); });
     output.line("at numbers of tokens that are not in the table:");
@@ -239,18 +270,17 @@ void report(Output& output, const Arguments& arguments, const Problem& problem, 
         output.line("not measured for want of time (--budget-s {:g}): {} tokens and what follows", arguments.budget_s,
                     tuned.stopped_before);
     }
-    if (!tuned.verified.empty()) report_verified(output, tuned.verified);
-    output.line("took {:.1f} s; {}", tuned.seconds,
-                arguments.out ? fmt::format("saved in {}", *arguments.out) : "not saved: --out names a file");
+    if (arguments.verify > 0) report_verified(output, tuned.verified);
+    output.line("took {:.1f} s", tuned.seconds);
 }
 
-Json to_json(const Tuned& tuned, const std::vector<Crossover>& changes) {
+Json to_json(const Arguments& arguments, const Tuned& tuned, const std::vector<Crossover>& changes) {
     Json json = Json::parse(io::tune_text({tuned.table}));
     json["crossovers"] = Json::array();
     for (const Crossover& change : changes)
         json["crossovers"].push_back({{"from_tokens", change.from}, {"tail", name(change.tail)}});
     json["seconds"] = tuned.seconds;
-    if (!tuned.verified.empty()) {
+    if (arguments.verify > 0) {
         json["verified"] = {
             {"allowed_ratio", verified_ratio}, {"within", count_good(tuned.verified)}, {"rows", Json::array()}};
         for (const Verified& each : tuned.verified) {
@@ -267,6 +297,14 @@ Json to_json(const Tuned& tuned, const std::vector<Crossover>& changes) {
 }
 
 int execute(const Arguments& given, Ranks& ranks) {
+    if (given.tune_table != "auto" && given.tune_table != "none") {
+        throw Error(
+            StatusCode::invalid_argument,
+            fmt::format("--table is {}, expected none: plans go by it, and tune measures without", given.tune_table));
+    }
+    if (std::isnan(given.budget_s)) {
+        throw Error(StatusCode::invalid_argument, "--budget-s is nan, expected a number of seconds");
+    }
     Arguments arguments = given;
     arguments.no_external = true;
     arguments.input_states = {InputState::raw};
@@ -276,9 +314,10 @@ int execute(const Arguments& given, Ranks& ranks) {
     std::sort(problem.tokens.begin(), problem.tokens.end());
     problem.tokens.erase(std::unique(problem.tokens.begin(), problem.tokens.end()), problem.tokens.end());
     require_run_memory(problem, false, 1);
-    std::vector<TuneTable> tables;
-    if (ranks.speaks() && arguments.out && std::filesystem::exists(*arguments.out))
-        tables = io::read_tune_tables(*arguments.out);
+    if (ranks.speaks() && arguments.out) {  // what cannot be read or written is said before minutes of measuring
+        tables_in(*arguments.out);
+        const io::OutputFile writable(*arguments.out);
+    }
     const bool on_cpu = find_backend(problem.options.backend).name == "cpu";
     const std::vector<std::int64_t> layers =
         layers_that_fit(problem, arguments.layers.value_or(on_cpu ? layers_on_cpu : layers_on_gpu));
@@ -293,18 +332,16 @@ int execute(const Arguments& given, Ranks& ranks) {
     if (tuned.table.tokens().empty()) throw_none_can_run(arguments.tail, nullptr);
 
     const std::vector<Crossover> changes = crossovers(problem, tuned, tuned.table.tokens().back());
-    if (arguments.out) {
-        const auto same = [&](const TuneTable& table) { return table.key == tuned.table.key; };
-        const auto old = std::find_if(tables.begin(), tables.end(), same);
-        if (old == tables.end()) {
-            tables.push_back(tuned.table);
-        } else {
-            *old = tuned.table;
-        }
-        io::write_tune_tables(*arguments.out, tables);
-    }
     report(output, arguments, problem, tuned, changes);
-    output.json(to_json(tuned, changes));
+    output.json(to_json(arguments, tuned, changes));
+    if (!arguments.out) {
+        output.line("not saved: --out names a file");
+    } else if (save(*arguments.out, tuned.table, tuned.stopped_before > 0)) {
+        output.line("saved in {}", *arguments.out);
+    } else {
+        output.line("not saved: {} holds a table of more numbers of tokens, and this one was stopped early", *arguments.out);
+        return check_failed;
+    }
     return count_good(tuned.verified) == std::ssize(tuned.verified) ? done : check_failed;
 }
 

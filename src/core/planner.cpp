@@ -154,7 +154,7 @@ std::optional<Tail> Planner::cheapest_of_model(std::int64_t tokens, bool in_halv
 
 /// Whether the table knows a tail that may run.
 bool Planner::measured(Tail tail, std::int64_t tokens) const noexcept {
-    return source_.table && source_.table->has(tail) && allowed(tail, tokens);
+    return source_.table && source_.table->us(tail, tokens) && allowed(tail, tokens);
 }
 
 /// Between two neighbours of these every gate stands as it is and every tail's time is a straight line.
@@ -171,6 +171,9 @@ std::vector<std::int64_t> Planner::stops() const {
     if (capabilities_.one_stage_bytes < INT64_MAX) add_gate(capabilities_.one_stage_bytes / latent_bytes(1));
     if (options_.other_reducer_from_bytes < INT64_MAX) add_gate((options_.other_reducer_from_bytes - 1) / summand_bytes(1));
     for (const std::int64_t most : options_.tail_token_limit) add_gate(most);
+    for (const std::vector<TunePoint>& known : source_.table->points) {
+        if (known.size() == 1) add_gate(known.front().tokens - 1), add_gate(known.front().tokens);  // it holds there alone
+    }
     std::sort(all.begin(), all.end());
     all.erase(std::unique(all.begin(), all.end()), all.end());
     return all;

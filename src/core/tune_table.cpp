@@ -77,7 +77,8 @@ std::vector<std::int64_t> TuneTable::tokens() const {
 std::optional<double> TuneTable::us(Tail tail, std::int64_t tokens) const noexcept {
     const std::vector<TunePoint>& known = points[static_cast<std::size_t>(tail)];
     if (known.empty()) return std::nullopt;
-    if (known.size() == 1 || tokens <= known.front().tokens) return known.front().us;
+    if (known.size() == 1 && tokens != known.front().tokens) return std::nullopt;
+    if (tokens <= known.front().tokens) return known.front().us;
     auto right = std::lower_bound(known.begin(), known.end(), tokens,
                                   [](const TunePoint& point, std::int64_t wanted) { return point.tokens < wanted; });
     const bool beyond = right == known.end();

@@ -63,7 +63,7 @@ struct TuneTable {
     /// Every number of tokens that was measured, rising.
     std::vector<std::int64_t> tokens() const;
     /// On the line between the neighbours that were measured; beyond the last on that of the last two; nothing for a tail
-    /// that was not measured.
+    /// that was not measured, and for one that was measured once only that once: one time says nothing of others.
     std::optional<double> us(Tail tail, std::int64_t tokens) const noexcept;
 };
 

@@ -78,10 +78,10 @@ class Case(unittest.TestCase):
         self.assertEqual(done.stderr, "")
         return done.stdout
 
-    def refuse(self, status, parts, *arguments):
+    def refuse(self, status, parts, *arguments, environment=None):
         """One line on standard error that holds every one of `parts`, nothing on standard output, and no file left behind."""
         before = sorted(self.folder.rglob("*"))
-        done = self.call(*arguments)
+        done = self.call(*arguments, environment=environment)
         self.assertEqual(done.returncode, status, done.stdout + done.stderr)
         self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
         self.assertTrue(done.stderr.startswith("latent-moe: error: "), done.stderr)
@@ -464,6 +464,12 @@ class Results(Case):
         self.assertFalse(other["from_table"])
         self.assertIn("is not used: its tp is 2, here it is 4", other["source"])
         self.result("tune", *SMALL, "--tp", 4, "--threads", 1, "--tokens", 1, "--layers", 1, "--repeats", 1, "--out", self.path("table.json"))
+        # One that is stopped early does not take the place of a fuller one.
+        before = Path(self.path("table.json")).read_text()
+        done = self.call("tune", *how, "--tokens", "1,2", "--layers", 1, "--repeats", 1, "--budget-s", 0, "--out", self.path("table.json"))
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("not saved", done.stdout)
+        self.assertEqual(Path(self.path("table.json")).read_text(), before)
         self.result("tune", *how, "--tokens", 1, "--layers", 1, "--repeats", 1, "--out", self.path("table.json"))
         tables = json.loads(Path(self.path("table.json")).read_text())["tables"]
         self.assertEqual([(each["tp"], len(each["points"])) for each in tables], [(2, 1), (4, 1)])
@@ -472,6 +478,25 @@ class Results(Case):
         tuned = self.result("tune", *SMALL, "--tokens", "1,2,4", "--layers", 1, "--repeats", 1, "--threads", 1, "--budget-s", 0)
         self.assertEqual([point["tokens"] for point in tuned["tables"][0]["points"]], [1])
         self.assertEqual(tuned["stopped_before_tokens"], 2)
+
+    def test_tune_says_before_it_measures_what_it_cannot_do(self):
+        self.refuse(2, ["nowhere/t.json"], "tune", *SMALL, "--tokens", 1, "--out", self.path("nowhere/t.json"))
+        self.refuse(2, ["--table is t.json"], "tune", *SMALL, "--tokens", 1, "--table", "t.json")
+        self.refuse(2, ["x" * 40], "tune", *SMALL, "--tokens", 1, "--out", self.path("x" * 300))
+        told = self.succeed("tune", *SMALL, "--tokens", "1,2", "--layers", 1, "--repeats", 1, "--threads", 1, "--verify", 3)
+        self.assertIn("nothing to verify", told)
+
+    def test_run_does_not_write_over_what_it_reads(self):
+        model, inputs = self.make_checkpoint(), self.make_inputs()
+        shard = next(Path(model).glob("*.safetensors"))
+        held = shard.read_bytes()
+        read = ("--weights", model, "--inputs", inputs)
+        for out, what in ((shard, "weights"), (inputs, "inputs")):
+            self.refuse(2, [f"which the {what} are read from"], "run", *read, "--out", out)
+        self.assertEqual(shard.read_bytes(), held)
+
+    def test_processes_of_a_launcher_are_ranks(self):
+        self.refuse(2, ["one of 2 processes", "expected --ranks processes"], "verify", *SMALL, environment={"OMPI_COMM_WORLD_SIZE": "2"})
 
     def test_tune_verifies_what_it_chose(self):
         done = self.call("tune", *SMALL, "--tp", 2, "--tokens", "1,8,64", "--layers", 1, "--repeats", 1, "--threads", 1, "--verify", 5, "--json", "-")

@@ -45,6 +45,29 @@ TEST(TuneTable, NeverMakesManyTokensCheaperThanTheLastMeasured) {
     EXPECT_DOUBLE_EQ(*falling.us(Tail::fused, 1000), 9);
 }
 
+TEST(TuneTable, SaysOfATailThatWasMeasuredOnceOnlyThatOnce) {
+    TuneTable once;
+    once.points[static_cast<std::size_t>(Tail::fused)] = {{16, 10}};
+    EXPECT_DOUBLE_EQ(*once.us(Tail::fused, 16), 10);
+    EXPECT_FALSE(once.us(Tail::fused, 15).has_value());
+    EXPECT_FALSE(once.us(Tail::fused, 17).has_value());
+}
+
+TEST(PlanByTable, DoesNotCarryASingleTimeToOtherNumbersOfTokens) {
+    TuneTable measured = table();
+    measured.points[static_cast<std::size_t>(Tail::overlap)] = {{1024, 2}};
+    const Planner planner = planner_of(measured);
+    EXPECT_EQ(planner.choose(1024), Tail::overlap);
+    for (const std::int64_t tokens : {0, 16, 1023, 1025, 2000}) EXPECT_NE(planner.choose(tokens), Tail::overlap) << tokens;
+    EXPECT_EQ(planner.choose(8192), Tail::token_parallel);
+
+    TuneTable alone;
+    alone.points[static_cast<std::size_t>(Tail::column_parallel)] = {{1, 2}};
+    EXPECT_TRUE(planner_of(alone).plan(1).from_table);
+    EXPECT_FALSE(planner_of(alone).plan(8192).from_table);
+    EXPECT_FALSE(planner_of(alone).plan(0).from_table);
+}
+
 TEST(PlanByTable, ChoosesAtUnmeasuredTokensWhatANeighbourChooses) {
     const TuneTable measured = table();
     const Planner planner = planner_of(measured);

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MEASURED = sorted((ROOT / "docs" / "data").glob("*/*.json"))
+FILES = sorted((ROOT / "docs" / "data").glob("*/*.json"))
+MEASURED = [file for file in FILES if json.loads(file.read_text())["schema"] == "latent-moe/bench/1"]
 
 # Loaded by path: it needs the standard library only, not the built package.
 _spec = importlib.util.spec_from_file_location("report", ROOT / "python" / "latent_moe" / "report.py")
@@ -256,3 +257,21 @@ def test_writes_the_page(tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     assert report.main([*map(str, MEASURED), "-o", str(out)]) == 0
     assert out.read_text(encoding="utf-8") == report.page(MEASURED)
+
+
+def test_the_page_does_not_take_the_place_of_what_it_shows(tmp_path, capsys):
+    given = tmp_path / "verify.json"
+    given.write_text(json.dumps(VERIFY))
+    assert report.main([str(given), "-o", str(given)]) == 2
+    assert "would be overwritten" in capsys.readouterr().err
+    assert json.loads(given.read_text()) == VERIFY
+
+
+def test_a_page_that_cannot_be_finished_leaves_the_old_one(tmp_path, capsys):
+    given, page = tmp_path / "verify.json", tmp_path / "page.html"
+    given.write_text("[" * 200_000)
+    page.write_text("the old one")
+    assert report.main([str(given), "-o", str(page)]) == 2
+    assert "nested too deeply" in capsys.readouterr().err
+    assert page.read_text() == "the old one"
+    assert sorted(tmp_path.iterdir()) == [page, given]
