@@ -34,7 +34,13 @@ void print_rows(Output& output, const std::vector<BenchRow>& rows) {
     output.table(table);
 }
 
-void print_step(Output& output, const std::vector<StepGain>& gains) {
+/// `timed`: the layers that one recording had, by which a tail's time was measured.
+std::string step_text(int timed) {
+    const std::string step = fmt::format("a step of {} layers", step_layers);
+    return timed == step_layers ? step : fmt::format("{}, by the time of a tail among {}", step, timed);
+}
+
+void print_step(Output& output, const std::vector<StepGain>& gains, int layers) {
     Table table({"<tail", "<instead of", "<inputs", "tokens", "us a layer", "instead of us", "saved ms a step", "TPOT ms",
                  "before", "tokens/s", "before", "%"});
     for (const StepGain& gain : gains) {
@@ -45,7 +51,7 @@ void print_step(Output& output, const std::vector<StepGain>& gains) {
                    if_known(gain.tpot_ms), if_known(gain.tokens_per_s()), if_known(gain.baseline_tokens_per_s()),
                    if_known(gain.percent())});
     }
-    output.line("a step of {} layers:", step_layers);
+    output.line("{}:", step_text(layers));
     output.table(table);
 }
 
@@ -105,10 +111,11 @@ void print_bench(Output& output, const Arguments& arguments, const Problem& prob
     }
     if (arguments.step) {
         const std::vector<StepGain> gains = step_gains(result.rows, problem.tokens, arguments.tpot_ms);
+        const int layers = result.rows.empty() ? step_layers : result.rows.front().layers;
         if (gains.empty()) {
-            output.line("a step of {} layers: no row of another library was timed beside ours", step_layers);
+            output.line("{}: no row of another library was timed beside ours", step_text(layers));
         } else {
-            print_step(output, gains);
+            print_step(output, gains, layers);
         }
     }
     for (const TracedTail& traced : result.traced) {

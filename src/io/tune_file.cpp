@@ -76,8 +76,11 @@ std::vector<TuneTable> parse_tune_tables(std::string_view text, std::string_view
         refuse_file(source, fmt::format("has {} bytes, expected at most {}", text.size(), most_bytes));
     const json whole = parse_json_object(text, source, "tune table");
     const auto found = whole.find("schema");
-    if (found == whole.end() || *found != schema)
-        refuse_file(source, fmt::format("is no tune table: expected schema {}", schema));
+    if (found == whole.end() || *found != schema) {
+        const bool named = found != whole.end() && found->is_string();
+        refuse_file(source, fmt::format("is no tune table: expected schema {}, found {}", schema,
+                                        named ? found->get<std::string>().substr(0, 60) : "none"));
+    }
     const auto tables = whole.find("tables");
     if (tables == whole.end() || !tables->is_array()) refuse_file(source, "has no list of tables");
     std::vector<TuneTable> parsed;

@@ -424,6 +424,8 @@ class Results(Case):
                            "--tpot-ms", "20,30.5")
         self.assertEqual({row["layers"] for row in step["rows"] if row["tail"] == "column_parallel"}, {92})
         self.assertEqual(step["step"], {"layers": 92, "gains": []})  # no external tail on a CPU
+        told = self.succeed("bench", *SMALL, "--step", "--layers", 3, "--tokens", 1, "--repeats", 1, "--threads", 1, "--tail", "column_parallel")
+        self.assertIn("a step of 92 layers, by the time of a tail among 3", told)
 
     def test_progress_of_bench(self):
         done = self.call("bench", *SMALL, "--tokens", 4, "--layers", 2, "--repeats", 1, "--threads", 1, "--progress", "--quiet")
@@ -562,6 +564,8 @@ class Results(Case):
         Path(self.path("broken.json")).write_text('{"schema": "latent-moe/tune/1", "tables": [{"tp": 2}]}')
         self.refuse(2, ["broken.json: table 0: has no version"], "explain", *SMALL, "--table", self.path("broken.json"))
         self.refuse(2, ["broken.json: table 0: has no version"], "tune", *SMALL, "--tokens", 1, "--out", self.path("broken.json"))
+        Path(self.path("other.json")).write_text('{"schema": "latent-moe/info/1"}')
+        self.refuse(2, ["other.json", "expected schema latent-moe/tune/1, found latent-moe/info/1"], "run", *SMALL, "--table", self.path("other.json"))
         self.refuse(2, ["nowhere.json"], "run", *SMALL, "--table", self.path("nowhere.json"))
 
     def test_operations(self):
