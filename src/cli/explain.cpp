@@ -69,7 +69,8 @@ Json predictions(const Problem& problem, const MachineKind& kind) {
 
 MachineKind find_machine(const std::string& asked) {
     if (std::optional<MachineKind> known = gpu::known_device(asked)) return *std::move(known);
-    if (!std::filesystem::exists(asked)) {
+    std::error_code error;  // a name too long for a file is no file
+    if (!std::filesystem::exists(asked, error)) {
         throw Error(StatusCode::invalid_argument,
                     fmt::format("machine is {}, expected {} or a file of `info --measure`", asked, machine_names()));
     }

@@ -33,6 +33,7 @@ void add_options(CLI::App& app, Arguments& arguments) {
     add_tokens_option(app, arguments, fmt::format("{}", fmt::join(usual_tokens, ",")));
     add_tail_option(app, arguments, TailChoice::Kind::all);
     add_context_options(app, arguments);
+    app.remove_option(app.get_option("--table"));  // plans go by it; here every tail is measured
     add_tensor_options(app, arguments, false);
     app.add_option("--layers", arguments.layers,
                    "layers with weights of their own (12 on a GPU, 4 on a CPU, or as many as fit)")
@@ -202,14 +203,14 @@ std::ptrdiff_t count_good(const std::vector<Verified>& verified) {
 }
 
 void report_verified(Output& output, const std::vector<Verified>& verified) {
+    if (verified.empty()) {
+        output.line("nothing to verify: no number of tokens lies between two that were measured");
+        return;
+    }
     Table rows({"tokens", "<chosen", "us", "<fastest", "us", "ratio"});
     for (const Verified& each : verified) {
         rows.row({fmt::format("{}", each.tokens), name(each.chosen), us_text(each.chosen_us), name(each.best),
                   us_text(each.best_us), fmt::format("{:.3f}{}", each.ratio(), each.good() ? "" : " !")});
-    }
-    if (verified.empty()) {
-        output.line("nothing to verify: no number of tokens lies between two that were measured");
-        return;
     }
     const auto worst = std::max_element(verified.begin(), verified.end(),
                                         [](const Verified& a, const Verified& b) { return a.ratio() < b.ratio(); });
@@ -297,11 +298,6 @@ Json to_json(const Arguments& arguments, const Tuned& tuned, const std::vector<C
 }
 
 int execute(const Arguments& given, Ranks& ranks) {
-    if (given.tune_table != "auto" && given.tune_table != "none") {
-        throw Error(
-            StatusCode::invalid_argument,
-            fmt::format("--table is {}, expected none: plans go by it, and tune measures without", given.tune_table));
-    }
     if (std::isnan(given.budget_s)) {
         throw Error(StatusCode::invalid_argument, "--budget-s is nan, expected a number of seconds");
     }

@@ -483,7 +483,7 @@ class Results(Case):
 
     def test_tune_says_before_it_measures_what_it_cannot_do(self):
         self.refuse(2, ["nowhere/t.json"], "tune", *SMALL, "--tokens", 1, "--out", self.path("nowhere/t.json"))
-        self.refuse(2, ["--table is t.json"], "tune", *SMALL, "--tokens", 1, "--table", "t.json")
+        self.refuse(2, ["not expected", "--table"], "tune", *SMALL, "--tokens", 1, "--table", "t.json")
         self.refuse(2, ["x" * 40], "tune", *SMALL, "--tokens", 1, "--out", self.path("x" * 300))
         told = self.succeed("tune", *SMALL, "--tokens", "1,2", "--layers", 1, "--repeats", 1, "--threads", 1, "--verify", 3)
         self.assertIn("nothing to verify", told)
@@ -555,6 +555,7 @@ class Results(Case):
         one, other = predicted("h200", 2)["predictions"], predicted("h200", 8)["predictions"]
         self.assertGreater(one[0]["us"]["fused"], other[0]["us"]["fused"])  # an eighth of the weights a rank, not half
         self.refuse(2, ["machine is h300, expected h200, ", "info --measure"], "explain", *SMALL, "--machine", "h300")
+        self.refuse(2, ["machine is hhh", "info --measure"], "explain", *SMALL, "--machine", "h" * 300)
         self.refuse(2, ["backend is cuda", "--machine"], "explain", *SMALL, "--machine", "mi300x", "--backend", "cuda")
         self.refuse(2, ["--machine", "--table"], "explain", *SMALL, "--machine", "h200", "--table", "t.json")
         Path(self.path("broken.json")).write_text('{"schema": "latent-moe/info/1"}')
