@@ -18,6 +18,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <map>
+#include <mutex>
 #include <optional>
 #include <thread>
 
@@ -96,10 +97,19 @@ std::size_t entries_of(const char* folder) {
     return count;
 }
 
-Holdings holdings_of(const Bootstrap& bootstrap, Device& device) {
+/// What was freed is not held, whichever thread's arena it lies in.
+void return_freed_memory() {
 #ifdef __GLIBC__
-    malloc_trim(0);  // what was freed is not held, whichever thread's arena it lies in
+    // Where another allocator stands in for glibc's (a sanitizer's, a preloaded one), the first trim sets glibc's own up,
+    // and two ranks' threads at once would read it half made.
+    static std::mutex one_at_a_time;
+    const std::lock_guard lock(one_at_a_time);
+    malloc_trim(0);
 #endif
+}
+
+Holdings holdings_of(const Bootstrap& bootstrap, Device& device) {
+    return_freed_memory();
     const Holdings mine{resident_bytes(), device.used_bytes(), entries_of("/proc/self/fd"), entries_of("/proc/self/task")};
     Holdings most;
     for (const Holdings& each : gathered(bootstrap, mine)) {
