@@ -86,6 +86,8 @@ def process_group_ranks(group: torch.distributed.ProcessGroup | None = None) -> 
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
     def all_gather(part: bytes) -> list[bytes]:
+        if not part:  # on every rank, and a tensor of no bytes cannot be made so
+            return [part] * world
         own = torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device)
         parts = [torch.empty_like(own) for _ in range(world)]
         dist.all_gather(parts, own, group=group)
@@ -193,4 +195,4 @@ class LatentTail(torch.nn.Module):
     def forward(
         self, routed: torch.Tensor, shared: torch.Tensor | None = None, prefix: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return torch.ops.latent_moe.tail(routed, shared, prefix, self.handle)
+        return torch.ops.latent_moe.tail.default(routed, shared, prefix, self.handle)

@@ -305,9 +305,12 @@ Stream stream_for(nb::handle given, nb::handle array, const View& view) {
     const auto from = [](nb::handle number) { return reinterpret_cast<Stream>(nb::cast<std::uintptr_t>(number)); };
     if (!given.is_none()) return from(given);
     if (view.device == "cpu") return nullptr;
-    void* current = nullptr;
-    if (view.table != nullptr && view.table->current_stream(view.device_type, view.device_id, &current) == 0) return current;
-    PyErr_Clear();
+    // For other devices a table may say null for whatever stream it is: that is not seen on CUDA's.
+    if (view.table != nullptr && view.device_type == dl_cuda) {
+        void* current = nullptr;
+        if (view.table->current_stream(view.device_type, view.device_id, &current) == 0) return current;
+        PyErr_Clear();
+    }
     return from(nb::object(arrays().stream_of(array, given)));
 }
 

@@ -38,6 +38,7 @@ struct ExchangeTable {
 };
 
 inline constexpr std::int32_t dl_cpu = 1;
+inline constexpr std::int32_t dl_cuda = 2;
 
 /// The classes whose objects are read through their table: exactly these, since a class that inherits it may be a tensor
 /// without memory.
