@@ -38,7 +38,7 @@ _torch_classes: dict[type, bool] = {}
 
 
 def _see_class(cls: type) -> bool:
-    """Whether it is a class of PyTorch's. Its plain tensors are read in C++ from then on, where PyTorch lets them (2.10)."""
+    """Whether it is a class of PyTorch's. Its plain tensors are read in C++ from then on, if that PyTorch lets them."""
     found = _torch_classes[cls] = cls.__module__.partition(".")[0] == "torch"
     table = getattr(cls, "__dlpack_c_exchange_api__", None)
     if found and cls.__name__ in ("Tensor", "Parameter") and table is not None:

@@ -67,7 +67,7 @@ def test_tensors_and_numpy_arrays_give_the_same_bits():
 
 
 class OwnTensor(torch.Tensor):
-    """Read by Python's methods, as PyTorch's rarer classes are, and as all are before PyTorch 2.10."""
+    """Read by Python's methods, as PyTorch's rarer classes are, and as all are in an older PyTorch."""
 
     __module__ = "torch.own"
 
