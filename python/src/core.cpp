@@ -176,12 +176,11 @@ bool read_tensor(const ExchangeTable& table, nb::handle tensor, View& view) {
     return true;
 }
 
-/// The rows of any array, or of a `View`.
+/// The rows of any array.
 View read(nb::handle array) {
     View view;
     const ExchangeTable* const table = arrays().tensors.table_of(array);
     if (table != nullptr && read_tensor(*table, array, view)) return view;
-    if (nb::isinstance<View>(array)) return nb::cast<View>(array);
     return nb::cast<View>(arrays().view(array));
 }
 
@@ -598,8 +597,10 @@ NB_MODULE(_core, module) {
         "view"_a, "stream_of"_a, "How arrays of no known class are read: `latent_moe.arrays`.");
     module.def(
         "add_tensor_class",
-        [](const nb::type_object& type, const nb::capsule& table) {
-            return arrays().tensors.add(type, static_cast<const ExchangeTable*>(table.data("dlpack_exchange_api")));
+        [](const nb::type_object& type, nb::handle table) {
+            const void* const found = PyCapsule_GetPointer(table.ptr(), "dlpack_exchange_api");
+            if (found == nullptr) PyErr_Clear();
+            return arrays().tensors.add(type, static_cast<const ExchangeTable*>(found));
         },
         "type"_a, "table"_a,
         "Objects of this very class are read through its `__dlpack_c_exchange_api__`, if that is known.");

@@ -46,7 +46,7 @@ class TensorClasses {
 public:
     /// False: the table is of a kind that is not known here, or there is no place left.
     bool add(nanobind::handle type, const ExchangeTable* table) {
-        if (count_ == classes_.size() || table->major != 1 || table->describe == nullptr) return false;
+        if (count_ == classes_.size() || table == nullptr || table->major != 1 || table->describe == nullptr) return false;
         classes_[count_++] = {type.inc_ref().ptr(), table};  // a class of a module lives as long as the process
         return true;
     }

@@ -3,7 +3,7 @@
     python tests/python/host_time.py
 
 Microseconds, the least of many bursts: it holds on a machine that has other work too. "an operator that does nothing" is
-PyTorch's own part of an operator in Python, "the output" what making it costs. Not a test. `python_check.py` measures on GPUs.
+PyTorch's own part of an operator in Python, "the output" what making it costs. Not a test; `python_check.py` is for GPUs.
 """
 
 import time
