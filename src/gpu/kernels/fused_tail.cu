@@ -315,8 +315,8 @@ struct Prepared {
     }
 };
 
-/// A thread's calls are mostly of one shape and one plan after the other.
-const Prepared& prepared(const FusedTailShape& shape, const FusedTailPlan& plan, bool stamps) {
+/// A thread's calls are mostly of one shape and one plan after the other. The launch fills in the rest of `p` in place.
+Prepared& prepared(const FusedTailShape& shape, const FusedTailPlan& plan, bool stamps) {
     thread_local Prepared last;
     if (!last.tile || last.shape != shape || last.plan != plan || last.stamps != stamps)
         last = Prepared(shape, plan, stamps);
@@ -434,10 +434,10 @@ cudaError_t reset_fused_tail(void* region, void* workspace, const FusedTailShape
 }
 
 cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
-    const fused::Prepared& prepared = fused::prepared(op.shape, op.plan, op.stamps != nullptr);
+    fused::Prepared& prepared = fused::prepared(op.shape, op.plan, op.stamps != nullptr);
     const fused::Compiled* tile = prepared.tile;
     if (!tile || !fused::valid(op)) return cudaErrorInvalidValue;
-    fused::Params p = prepared.p;
+    fused::Params& p = prepared.p;  // all that is the call's own is set here, whatever the call before left
     p.exchange = op.exchange;
     p.routed = unit_rows(op.routed, op.shape.latent, Dtype::bf16);
     p.shared = unit_rows(op.shared, op.shape.hidden, Dtype::bf16);
@@ -465,6 +465,7 @@ cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
         return cudaErrorInvalidValue;
     }
     if (op.tokens == 0) {
+        p.tokens = 0;
         return launch({.grid = 32, .block = 256, .dependent = op.starts_early, .stream = stream}, fused::idle, p);
     }
     for (std::int64_t first = 0; first < op.tokens; first += op.plan.tokens) {
