@@ -32,12 +32,24 @@ _TORCH_NAMES = {
     "torch.int16": "u16",
     "torch.uint8": "u8",
 }
-_torch_dtypes: dict[Any, str] = {}  # filled on first sight: a dtype's name takes a microsecond
+# Both are filled on first sight: a dtype's name takes a microsecond.
+_torch_dtypes: dict[Any, str] = {}
+_torch_classes: dict[type, bool] = {}
+
+
+def _see_class(cls: type) -> bool:
+    """Whether it is a class of PyTorch's. Its plain tensors are read in C++ from then on, if that PyTorch lets them."""
+    found = _torch_classes[cls] = cls.__module__.partition(".")[0] == "torch"
+    table = getattr(cls, "__dlpack_c_exchange_api__", None)
+    if found and cls.__name__ in ("Tensor", "Parameter") and table is not None:
+        _core.add_tensor_class(cls, table)
+    return found
 
 
 def is_torch(array: Array) -> bool:
     """Whether `array` is a PyTorch tensor, without importing PyTorch."""
-    return type(array).__module__.partition(".")[0] == "torch"
+    found = _torch_classes.get(type(array))
+    return _see_class(type(array)) if found is None else found
 
 
 def torch_dtype_name(dtype: Any) -> str:
@@ -112,3 +124,6 @@ def stream_of(array: Array, stream: int | None) -> int:
 
         return adapter.current_stream(array.device)
     return 0
+
+
+_core.set_array_functions(view, stream_of)

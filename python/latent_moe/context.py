@@ -8,7 +8,7 @@ from typing import Literal
 
 from latent_moe import _core
 from latent_moe._core import Bootstrap
-from latent_moe.arrays import Array, empty_like, optional_view, stream_of, view, wait_for
+from latent_moe.arrays import Array, empty_like, optional_view, view, wait_for
 from latent_moe.ranks import run_thread_ranks
 
 TailName = Literal["replicated", "overlap", "column_parallel", "token_parallel", "late_reduce", "fused"]
@@ -178,25 +178,13 @@ class Layer:
         `stream`: a raw stream pointer; the current stream of PyTorch tensors, the default stream of others. The arrays must
         live until the work is done. On the CPU it is done when this returns. Collective: every rank makes the same call.
         """
-        context = self.context
-        uncombined = None
-        tensor = routed
+        rows, uncombined = routed, None
         if isinstance(routed, DeferredRows):
-            uncombined = view(routed.rows), view(routed.weights), view(routed.row_map)
-            tensor = routed.rows
+            rows, uncombined = routed.rows, (routed.weights, routed.row_map)
         if out is None:
-            out = empty_like(tensor, context.output_rows(routed.shape[0]), context.shape.hidden)
-        self._core.run(
-            context._core,
-            view(tensor) if uncombined is None else None,
-            uncombined,
-            optional_view(shared),
-            optional_view(prefix),
-            view(out),
-            stream_of(tensor, stream),
-            tail,
-            consume_shared,
-        )
+            context = self.context
+            out = empty_like(rows, context.output_rows(routed.shape[0]), context.shape.hidden)
+        self._core.run(rows, uncombined, shared, prefix, out, stream, tail, consume_shared)
         return out
 
     def begin(
@@ -210,7 +198,7 @@ class Layer:
         context = self.context
         if out is None:
             out = empty_like(shared, context.output_rows(shared.shape[0]), context.shape.hidden)
-        self._core.begin(context._core, view(shared), view(out), stream_of(shared, stream), tail)
+        self._core.begin(shared, out, stream, tail)
         return Half(self, shared.shape[0], out)
 
 
@@ -226,14 +214,7 @@ class Half:
 
     def finish(self, routed: Array, prefix: Array | None = None, *, stream: int | None = None) -> Array:
         """Enqueues the rest of the call, on the same stream or another, and returns `out`. `prefix` is not `out`."""
-        self._layer._core.finish(
-            self._layer.context._core,
-            self._tokens,
-            self.out.shape[0],
-            view(routed),
-            optional_view(prefix),
-            stream_of(routed, stream),
-        )
+        self._layer._core.finish(self._tokens, self.out.shape[0], routed, prefix, stream)
         return self.out
 
 
@@ -353,7 +334,7 @@ class Context:
         """y = norm(Σ_ranks x), the tail's first part as an operation of its own. `y` may be `x`. Collective."""
         if y is None:
             y = empty_like(x, x.shape[0], self.shape.latent)
-        self._core.all_reduce_rms_norm(view(x), optional_view(gamma), view(y), stream_of(x, stream))
+        self._core.all_reduce_rms_norm(x, gamma, y, stream)
         return y
 
     def accumulate_projection(self, a: Array, layer: Layer, c_slice: Array, *, stream: int | None = None) -> Array:
@@ -361,7 +342,7 @@ class Context:
 
         `c_slice` is this rank's columns of C: `c[:, rank * hidden // world : (rank + 1) * hidden // world]`.
         """
-        self._core.accumulate_projection(view(a), layer._core, view(c_slice), stream_of(a, stream))
+        self._core.accumulate_projection(a, layer._core, c_slice, stream)
         return c_slice
 
 

@@ -29,11 +29,10 @@ import weakref
 
 import torch
 
-from latent_moe.arrays import torch_view
 from latent_moe.context import Bootstrap, Context, Layer
 from latent_moe.ranks import all_gather_ranks
 
-_handles: weakref.WeakValueDictionary[int, Layer | Context] = weakref.WeakValueDictionary()
+_handles: dict[int, weakref.ref[Layer | Context]] = {}  # a WeakValueDictionary would take twice as long to ask
 _numbers = itertools.count(1)
 
 
@@ -42,19 +41,23 @@ def handle(of: Layer | Context) -> int:
     number = getattr(of, "_torch_handle", None)
     if number is None:
         number = of._torch_handle = next(_numbers)
-        _handles[number] = of
+        _handles[number] = weakref.ref(of, lambda _: _handles.pop(number, None))
     return number
 
 
+def _gone() -> None:
+    return None
+
+
 def _layer(number: int) -> Layer:
-    found = _handles.get(number)
+    found = _handles.get(number, _gone)()
     if not isinstance(found, Layer):
         raise ValueError(f"latent_moe: layer handle {number} belongs to no layer that lives")
     return found
 
 
 def _context(number: int) -> Context:
-    found = _handles.get(number)
+    found = _handles.get(number, _gone)()
     if not isinstance(found, Context):
         raise ValueError(f"latent_moe: context handle {number} belongs to no context that lives")
     return found
@@ -83,6 +86,8 @@ def process_group_ranks(group: torch.distributed.ProcessGroup | None = None) -> 
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
     def all_gather(part: bytes) -> list[bytes]:
+        if not part:  # on every rank, and a tensor of no bytes cannot be made so
+            return [part] * world
         own = torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device)
         parts = [torch.empty_like(own) for _ in range(world)]
         dist.all_gather(parts, own, group=group)
@@ -91,24 +96,6 @@ def process_group_ranks(group: torch.distributed.ProcessGroup | None = None) -> 
     host = hashlib.sha256(socket.gethostname().encode()).digest()
     local_world = all_gather(host).count(host)
     return all_gather_ranks(dist.get_rank(group), world, all_gather, local_world)
-
-
-def _optional(tensor: torch.Tensor | None):
-    return None if tensor is None else torch_view(tensor)
-
-
-def _run(routed, shared, prefix, out, layer: Layer, uncombined=None, consume_shared=False) -> None:
-    layer._core.run(
-        layer.context._core,
-        torch_view(routed) if uncombined is None else None,
-        uncombined,
-        _optional(shared),
-        _optional(prefix),
-        torch_view(out),
-        current_stream(out.device),
-        None,
-        consume_shared,
-    )
 
 
 def _output_like(routed: torch.Tensor, context: Context, tokens: int | None = None) -> torch.Tensor:
@@ -122,7 +109,7 @@ def _output_like(routed: torch.Tensor, context: Context, tokens: int | None = No
 def _tail(routed, shared, prefix, layer: int):
     of = _layer(layer)
     out = _output_like(routed, of.context)
-    _run(routed, shared, prefix, out, of)
+    of._core.run(routed, None, shared, prefix, out, None, None, False)
     return out
 
 
@@ -135,7 +122,7 @@ def _tail_fake(routed, shared, prefix, layer: int):
 def _tail_deferred(rows, weights, row_map, shared, prefix, layer: int):
     of = _layer(layer)
     out = _output_like(rows, of.context, weights.shape[0])
-    _run(None, shared, prefix, out, of, (torch_view(rows), torch_view(weights), torch_view(row_map)))
+    of._core.run(rows, (weights, row_map), shared, prefix, out, None, None, False)
     return out
 
 
@@ -144,18 +131,18 @@ def _tail_deferred_fake(rows, weights, row_map, shared, prefix, layer: int):
 
 
 def _tail_out(routed, shared, prefix, out, layer: int) -> None:
-    _run(routed, shared, prefix, out, _layer(layer))
+    _layer(layer)._core.run(routed, None, shared, prefix, out, None, None, False)
 
 
 def _all_reduce_rms_norm(x, gamma, context: int):
     y = x.new_empty(x.shape)
-    _context(context)._core.all_reduce_rms_norm(torch_view(x), _optional(gamma), torch_view(y), current_stream(x.device))
+    _context(context)._core.all_reduce_rms_norm(x, gamma, y, None)
     return y
 
 
 def _accumulate_projection(a, c_slice, layer: int) -> None:
     of = _layer(layer)
-    of.context._core.accumulate_projection(torch_view(a), of._core, torch_view(c_slice), current_stream(a.device))
+    of.context._core.accumulate_projection(a, of._core, c_slice, None)
 
 
 def _register() -> torch.library.Library:
@@ -208,4 +195,4 @@ class LatentTail(torch.nn.Module):
     def forward(
         self, routed: torch.Tensor, shared: torch.Tensor | None = None, prefix: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return torch.ops.latent_moe.tail(routed, shared, prefix, self.handle)
+        return torch.ops.latent_moe.tail.default(routed, shared, prefix, self.handle)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from latent_moe import torch as adapter
-from latent_moe.arrays import torch_dtype_name, torch_view
+from latent_moe.arrays import torch_dtype_name
 from latent_moe.context import Context, Layer, Options, Shape
 
 logger = logging.getLogger("latent_moe.vllm")
@@ -208,10 +208,9 @@ def _through_library(number: int, rows, weights, row_map, shared, columns: int) 
         return None
     shape = layer.context.shape
     out = shared.new_empty((shared.shape[0], shape.hidden))
-    uncombined = None if weights is None else (torch_view(rows), torch_view(weights), torch_view(row_map))
     # The engine pads columns; they are cut here, by the stride.
-    routed = rows[:, : shape.latent] if uncombined is None else None
-    adapter._run(routed, shared[:, : shape.hidden], None, out, layer, uncombined, consume_shared=True)
+    routed, uncombined = (rows[:, : shape.latent], None) if weights is None else (rows, (weights, row_map))
+    layer._core.run(routed, uncombined, shared[:, : shape.hidden], None, out, None, None, True)
     return out
 
 

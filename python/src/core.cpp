@@ -20,6 +20,7 @@
 
 #include "latent_moe/latent_moe.h"
 #include "latent_moe/nccl.h"
+#include "tensors.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -71,9 +72,13 @@ struct View {
     std::string device;  ///< cpu or gpu
     bool writable = true;
     nb::object owner;
+    const ExchangeTable* table = nullptr;  ///< where it was read through one; knows the library's current stream
+    std::int32_t device_type = 0;          ///< with `table`
+    std::int32_t device_id = 0;
 };
 
-std::string dtype_name(const nb::dlpack::dtype& dtype) {
+/// Null for a type that no place expects.
+const char* known_dtype_name(const nb::dlpack::dtype& dtype) {
     using Code = nb::dlpack::dtype_code;
     const auto is = [&](Code code, int bits) {
         return dtype.code == static_cast<std::uint8_t>(code) && dtype.bits == bits && dtype.lanes == 1;
@@ -85,6 +90,11 @@ std::string dtype_name(const nb::dlpack::dtype& dtype) {
     if (is(Code::UInt, 16) || is(Code::Int, 16)) return "u16";
     if (is(Code::UInt, 8)) return "u8";
     if (is(Code::Int, 32)) return "i32";
+    return nullptr;
+}
+
+std::string dtype_name(const nb::dlpack::dtype& dtype) {
+    if (const char* const name = known_dtype_name(dtype)) return name;
     refuse("an array has DLPack type (" + std::to_string(dtype.code) + ", " + std::to_string(dtype.bits) +
            " bits), expected bf16, f16, f32, e4m3, int32 or raw bits of 8 or 16");
 }
@@ -127,6 +137,58 @@ View view_at(std::uintptr_t data, std::int64_t rows, std::int64_t columns, std::
         reinterpret_cast<void*>(data), rows, columns, stride, std::move(dtype), std::move(device), true, std::move(owner)};
 }
 
+/// What `latent_moe.arrays` hands over. It lives as long as the process.
+struct Arrays {
+    TensorClasses tensors;
+    nb::handle view;       ///< (array) → View; raises for what is none
+    nb::handle stream_of;  ///< (array, stream or none) → raw pointer
+};
+
+Arrays& arrays() {
+    static Arrays instance;
+    return instance;
+}
+
+/// The rows of a tensor of a known class. Nothing if there is anything unusual about it: Python then looks at it, and has
+/// the words for what is wrong.
+bool read_tensor(const ExchangeTable& table, nb::handle tensor, View& view) {
+    DlTensor seen{};
+    if (table.describe(tensor.ptr(), &seen) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    const char* const dtype = known_dtype_name({.code = seen.code, .bits = seen.bits, .lanes = seen.lanes});
+    const bool flat = seen.dimensions == 1;
+    if (dtype == nullptr || (!flat && seen.dimensions != 2)) return false;
+    view.rows = flat ? 1 : seen.shape[0];
+    view.columns = seen.shape[flat ? 0 : 1];
+    view.stride = view.columns;
+    if (seen.strides != nullptr) {
+        if (view.columns > 1 && seen.strides[flat ? 0 : 1] != 1) return false;
+        if (view.rows > 1) view.stride = seen.strides[0];
+    }
+    view.data = static_cast<std::byte*>(seen.data) + seen.byte_offset;
+    view.dtype = dtype;
+    view.device = seen.device_type == dl_cpu ? "cpu" : "gpu";
+    view.table = &table;
+    view.device_type = seen.device_type;
+    view.device_id = seen.device_id;
+    return true;
+}
+
+/// The rows of any array.
+View read(nb::handle array) {
+    View view;
+    const ExchangeTable* const table = arrays().tensors.table_of(array);
+    if (table != nullptr && read_tensor(*table, array, view)) return view;
+    return nb::cast<View>(arrays().view(array));
+}
+
+std::optional<View> read_optional(nb::handle array) {
+    if (array.is_none()) return std::nullopt;
+    return read(array);
+}
+
 std::string shape_text(std::int64_t rows, std::int64_t columns) {
     return "[" + std::to_string(rows) + ", " + std::to_string(columns) + "]";
 }
@@ -146,10 +208,12 @@ struct Expectation {
         if (view.device != device)
             refuse(std::string(what) + " is in memory of the " + view.device + ", expected the " + device);
     }
+    ConstRows rows(const char* what, const View& view, std::int64_t count, std::int64_t columns) const {
+        check(what, view, count, columns);
+        return {view.data, view.stride};
+    }
     ConstRows rows(const char* what, const std::optional<View>& view, std::int64_t count, std::int64_t columns) const {
-        if (!view) return {};
-        check(what, *view, count, columns);
-        return {view->data, view->stride};
+        return view ? rows(what, *view, count, columns) : ConstRows{};
     }
     Rows writable(const char* what, const View& view, std::int64_t count, std::int64_t columns) const {
         check(what, view, count, columns);
@@ -233,10 +297,27 @@ Options options_from(const nb::handle& from) {
     return options;
 }
 
+/// The stream that was given, or the current one of `array`'s library.
+///
 /// Pointers of the caller's arrays hold no reference; what a call needs lives until it returns, as all views do.
-Stream stream_from(std::uintptr_t stream) {
-    return reinterpret_cast<Stream>(stream);
+Stream stream_for(nb::handle given, nb::handle array, const View& view) {
+    const auto from = [](nb::handle number) { return reinterpret_cast<Stream>(nb::cast<std::uintptr_t>(number)); };
+    if (!given.is_none()) return from(given);
+    if (view.device == "cpu") return nullptr;
+    // For other devices a table may say null for whatever stream it is: that is not seen on CUDA's.
+    if (view.table != nullptr && view.device_type == dl_cuda) {
+        void* current = nullptr;
+        if (view.table->current_stream(view.device_type, view.device_id, &current) == 0) return current;
+        PyErr_Clear();
+    }
+    return from(nb::object(arrays().stream_of(array, given)));
 }
+
+/// A layer with its context, whose shape and options the checks need.
+struct BoundLayer {
+    Layer layer;
+    Context context;
+};
 
 Context create(const nb::object& shape, const Bootstrap& bootstrap, const nb::object& options) {
     const Shape made = shape_from(shape);
@@ -245,8 +326,8 @@ Context create(const nb::object& shape, const Bootstrap& bootstrap, const nb::ob
     return Context::create(made, bootstrap, chosen);
 }
 
-Layer add_layer(Context& context, std::int64_t id, const View& weights, const std::optional<View>& gamma,
-                const std::string& dtype, float scale, const std::optional<View>& row_scales) {
+BoundLayer add_layer(Context& context, std::int64_t id, const View& weights, const std::optional<View>& gamma,
+                     const std::string& dtype, float scale, const std::optional<View>& row_scales) {
     const Dtype type = dtype_from("dtype of the weights", dtype);
     const bool raw = (weights.dtype == "u16" && bytes_of(type) == 2) || (weights.dtype == "u8" && bytes_of(type) == 1);
     if (weights.dtype != dtype && !raw) refuse("the weights are " + weights.dtype + ", expected " + dtype);
@@ -275,14 +356,12 @@ Layer add_layer(Context& context, std::int64_t id, const View& weights, const st
                           .scale = scale,
                           .row_scales = row_scales ? static_cast<const float*>(row_scales->data) : nullptr};
     const nb::gil_scoped_release free;
-    return context.add_layer(id, view, gamma ? gamma->data : nullptr);
+    return {context.add_layer(id, view, gamma ? gamma->data : nullptr), context};
 }
 
-/// Un-combined rows: (rows, weights [tokens, slots], row map [tokens, slots]).
-using Uncombined = std::tuple<View, View, View>;
-
-DeferredRows deferred_from(const Uncombined& from, const Expectation& expected, std::int64_t latent) {
-    const auto& [rows, weights, map] = from;
+/// Un-combined rows, with weights and a row map that are [tokens, slots].
+DeferredRows deferred_from(const View& rows, const View& weights, const View& map, const Expectation& expected,
+                           std::int64_t latent) {
     if (rows.columns < latent) {
         refuse("the deferred rows are " + shape_text(rows.rows, rows.columns) + ", expected at least " +
                std::to_string(latent) + " columns");
@@ -294,9 +373,9 @@ DeferredRows deferred_from(const Uncombined& from, const Expectation& expected, 
         refuse("the deferred row map is " + shape_text(map.rows, map.columns) + " of " + map.dtype + ", expected " +
                shape_text(weights.rows, weights.columns) + " of i32");
     }
-    for (const View& view : {weights, map}) {
-        if (view.device != expected.device) refuse("the deferred weights and map must be on the " + expected.device);
-        if (view.rows > 1 && view.stride != view.columns) refuse("the deferred weights and map must be contiguous");
+    for (const View* view : {&weights, &map}) {
+        if (view->device != expected.device) refuse("the deferred weights and map must be on the " + expected.device);
+        if (view->rows > 1 && view->stride != view->columns) refuse("the deferred weights and map must be contiguous");
     }
     return {.rows = {rows.data, rows.stride},
             .count = rows.rows,
@@ -306,88 +385,117 @@ DeferredRows deferred_from(const Uncombined& from, const Expectation& expected, 
             .map = static_cast<const std::int32_t*>(map.data)};
 }
 
-/// One tail. `routed` or `uncombined` is given. `context` is that of the layer, for the checks.
-void run(const Layer& layer, const Context& context, const std::optional<View>& routed,
-         const std::optional<Uncombined>& uncombined, const std::optional<View>& shared, const std::optional<View>& prefix,
-         View& out, std::uintptr_t stream, const std::optional<std::string>& tail, bool consume_shared) {
-    if (routed.has_value() == uncombined.has_value()) refuse("expected routed rows or un-combined ones, and not both");
+std::int64_t own_rows(const Context& context, std::int64_t tokens) {
+    return context.options().sequence_parallel ? context.own_tokens(tokens, context.rank()).count : tokens;
+}
+
+/// One tail. Arrays are whatever `read` takes. `routed` are rows, or the un-combined ones, whose weights and map are
+/// `uncombined` then.
+void run(const BoundLayer& bound, nb::handle routed, const std::optional<std::pair<nb::object, nb::object>>& uncombined,
+         nb::handle shared, nb::handle prefix, nb::handle out, nb::handle stream, const std::optional<std::string>& tail,
+         bool consume_shared) {
+    const Context& context = bound.context;
+    const View routed_rows = read(routed);
+    std::optional<View> weights;
+    std::optional<View> map;
+    if (uncombined) {
+        weights = read(uncombined->first);
+        map = read(uncombined->second);
+    }
+    const std::optional<View> shared_rows = read_optional(shared);
+    const std::optional<View> prefix_rows = read_optional(prefix);
+    const View out_rows = read(out);
+    const Stream on = stream_for(stream, routed, routed_rows);
     const Shape& shape = context.shape();
     const Expectation expected = expectation_of(context);
-    const std::int64_t tokens = routed ? routed->rows : std::get<1>(*uncombined).rows;
-    const std::int64_t own = context.options().sequence_parallel ? context.own_tokens(tokens, context.rank()).count : tokens;
+    const std::int64_t tokens = uncombined ? weights->rows : routed_rows.rows;
+    const std::int64_t own = own_rows(context, tokens);
     DeferredRows deferred;
-    if (uncombined) deferred = deferred_from(*uncombined, expected, shape.latent);
-    const TailInput input{.routed = expected.rows("routed", routed, tokens, shape.latent),
+    if (uncombined) deferred = deferred_from(routed_rows, *weights, *map, expected, shape.latent);
+    const TailInput input{.routed = uncombined ? ConstRows{} : expected.rows("routed", routed_rows, tokens, shape.latent),
                           .deferred = uncombined ? &deferred : nullptr,
-                          .shared = expected.rows("shared", shared, tokens, shape.hidden),
-                          .prefix = expected.rows("prefix", prefix, own, shape.hidden),
+                          .shared = expected.rows("shared", shared_rows, tokens, shape.hidden),
+                          .prefix = expected.rows("prefix", prefix_rows, own, shape.hidden),
                           .tokens = tokens,
                           .consume_shared = consume_shared};
-    const Rows to = expected.writable("out", out, own, shape.hidden);
+    const Rows to = expected.writable("out", out_rows, own, shape.hidden);
     const std::optional<Tail> asked = tail_from(tail);
     Status status;
     {
         const nb::gil_scoped_release free;
-        status = asked ? layer.run(*asked, input, to, stream_from(stream)) : layer.run(input, to, stream_from(stream));
+        status = asked ? bound.layer.run(*asked, input, to, on) : bound.layer.run(input, to, on);
     }
     require(status);
 }
 
-/// The first half of a tail of `shared.rows` tokens.
-void begin(const Layer& layer, const Context& context, const View& shared, View& out, std::uintptr_t stream,
+/// The first half of a tail of as many tokens as `shared` has rows.
+void begin(const BoundLayer& bound, nb::handle shared, nb::handle out, nb::handle stream,
            const std::optional<std::string>& tail) {
+    const Context& context = bound.context;
+    const View shared_rows = read(shared);
+    const View out_rows = read(out);
+    const Stream on = stream_for(stream, shared, shared_rows);
     const Expectation expected = expectation_of(context);
-    const std::int64_t tokens = shared.rows;
-    const std::int64_t own = context.options().sequence_parallel ? context.own_tokens(tokens, context.rank()).count : tokens;
-    const ConstRows from = expected.rows("shared", shared, tokens, context.shape().hidden);
-    const Rows to = expected.writable("out", out, own, context.shape().hidden);
+    const std::int64_t tokens = shared_rows.rows;
+    const ConstRows from = expected.rows("shared", shared_rows, tokens, context.shape().hidden);
+    const Rows to = expected.writable("out", out_rows, own_rows(context, tokens), context.shape().hidden);
     const std::optional<Tail> asked = tail_from(tail);
     Status status;
     {
         const nb::gil_scoped_release free;
-        status = asked ? layer.begin(*asked, from, to, tokens, stream_from(stream))
-                       : layer.begin(from, to, tokens, stream_from(stream));
+        status = asked ? bound.layer.begin(*asked, from, to, tokens, on) : bound.layer.begin(from, to, tokens, on);
     }
     require(status);
 }
 
 /// The second. `tokens` and `own` are the call's rows and those of its output, for the checks.
-void finish(const Layer& layer, const Context& context, std::int64_t tokens, std::int64_t own, const View& routed,
-            const std::optional<View>& prefix, std::uintptr_t stream) {
+void finish(const BoundLayer& bound, std::int64_t tokens, std::int64_t own, nb::handle routed, nb::handle prefix,
+            nb::handle stream) {
+    const Context& context = bound.context;
+    const View routed_rows = read(routed);
+    const std::optional<View> prefix_rows = read_optional(prefix);
+    const Stream on = stream_for(stream, routed, routed_rows);
     const Expectation expected = expectation_of(context);
-    const ConstRows from = expected.rows("routed", routed, tokens, context.shape().latent);
-    const ConstRows added = expected.rows("prefix", prefix, own, context.shape().hidden);
+    const ConstRows from = expected.rows("routed", routed_rows, tokens, context.shape().latent);
+    const ConstRows added = expected.rows("prefix", prefix_rows, own, context.shape().hidden);
     Status status;
     {
         const nb::gil_scoped_release free;
-        status = layer.finish(from, added, stream_from(stream));
+        status = bound.layer.finish(from, added, on);
     }
     require(status);
 }
 
-void all_reduce_rms_norm(const Context& context, const View& x, const std::optional<View>& gamma, View& y,
-                         std::uintptr_t stream) {
+void all_reduce_rms_norm(const Context& context, nb::handle x, nb::handle gamma, nb::handle y, nb::handle stream) {
+    const View x_rows = read(x);
+    const std::optional<View> gamma_row = read_optional(gamma);
+    const View y_rows = read(y);
+    const Stream on = stream_for(stream, x, x_rows);
     const Expectation expected = expectation_of(context);
     const std::int64_t latent = context.shape().latent;
-    const ConstRows from = expected.rows("x", x, x.rows, latent);
-    const Rows to = expected.writable("y", y, x.rows, latent);
-    if (gamma) expected.check("gamma", *gamma, 1, latent);
+    const ConstRows from = expected.rows("x", x_rows, x_rows.rows, latent);
+    const Rows to = expected.writable("y", y_rows, x_rows.rows, latent);
+    if (gamma_row) expected.check("gamma", *gamma_row, 1, latent);
     Status status;
     {
         const nb::gil_scoped_release free;
-        status = context.all_reduce_rms_norm(from, gamma ? gamma->data : nullptr, to, x.rows, stream_from(stream));
+        status = context.all_reduce_rms_norm(from, gamma_row ? gamma_row->data : nullptr, to, x_rows.rows, on);
     }
     require(status);
 }
 
-void accumulate_projection(const Context& context, const View& a, const Layer& layer, View& c_slice, std::uintptr_t stream) {
+void accumulate_projection(const Context& context, nb::handle a, const BoundLayer& bound, nb::handle c_slice,
+                           nb::handle stream) {
+    const View a_rows = read(a);
+    const View c_rows = read(c_slice);
+    const Stream on = stream_for(stream, a, a_rows);
     const Expectation expected = expectation_of(context);
-    const ConstRows from = expected.rows("a", a, a.rows, context.shape().latent);
-    const Rows to = expected.writable("c_slice", c_slice, a.rows, context.shape().hidden / context.world());
+    const ConstRows from = expected.rows("a", a_rows, a_rows.rows, context.shape().latent);
+    const Rows to = expected.writable("c_slice", c_rows, a_rows.rows, context.shape().hidden / context.world());
     Status status;
     {
         const nb::gil_scoped_release free;
-        status = context.accumulate_projection(from, layer, to, a.rows, stream_from(stream));
+        status = context.accumulate_projection(from, bound.layer, to, a_rows.rows, on);
     }
     require(status);
 }
@@ -480,6 +588,22 @@ NB_MODULE(_core, module) {
             },
             "dtype"_a, "The same rows, their raw bits being of this dtype.");
     module.def("view", &view_of, "array"_a);
+    module.def(
+        "set_array_functions",
+        [](const nb::callable& view, const nb::callable& stream_of) {
+            arrays().view = nb::object(view).release();
+            arrays().stream_of = nb::object(stream_of).release();
+        },
+        "view"_a, "stream_of"_a, "How arrays of no known class are read: `latent_moe.arrays`.");
+    module.def(
+        "add_tensor_class",
+        [](const nb::type_object& type, nb::handle table) {
+            const void* const found = PyCapsule_GetPointer(table.ptr(), "dlpack_exchange_api");
+            if (found == nullptr) PyErr_Clear();
+            return arrays().tensors.add(type, static_cast<const ExchangeTable*>(found));
+        },
+        "type"_a, "table"_a,
+        "Objects of this very class are read through its `__dlpack_c_exchange_api__`, if that is known.");
     module.def("view_at", &view_at, "data"_a, "rows"_a, "columns"_a, "stride"_a, "dtype"_a, "device"_a, "owner"_a);
 
     nb::class_<Bootstrap>(module, "Bootstrap", "How this rank finds the others of its group.")
@@ -516,12 +640,12 @@ NB_MODULE(_core, module) {
         },
         "communicator"_a, "timeout_ms"_a);
 
-    nb::class_<Layer>(module, "Layer")
-        .def_prop_ro("id", &Layer::id)
-        .def("run", &run, "context"_a, "routed"_a.none(), "uncombined"_a.none(), "shared"_a.none(), "prefix"_a.none(),
-             "out"_a, "stream"_a, "tail"_a.none(), "consume_shared"_a)
-        .def("begin", &begin, "context"_a, "shared"_a, "out"_a, "stream"_a, "tail"_a.none())
-        .def("finish", &finish, "context"_a, "tokens"_a, "own"_a, "routed"_a, "prefix"_a.none(), "stream"_a);
+    nb::class_<BoundLayer>(module, "Layer")
+        .def_prop_ro("id", [](const BoundLayer& bound) { return bound.layer.id(); })
+        .def("run", &run, "routed"_a, "uncombined"_a.none(), "shared"_a.none(), "prefix"_a.none(), "out"_a,
+             "stream"_a.none(), "tail"_a.none(), "consume_shared"_a)
+        .def("begin", &begin, "shared"_a, "out"_a, "stream"_a.none(), "tail"_a.none())
+        .def("finish", &finish, "tokens"_a, "own"_a, "routed"_a, "prefix"_a.none(), "stream"_a.none());
 
     nb::class_<Context>(module, "Context")
         .def_static("create", &create, "shape"_a, "bootstrap"_a, "options"_a)
@@ -545,8 +669,8 @@ NB_MODULE(_core, module) {
         .def("abort", &Context::abort, "reason"_a, Free())
         .def("suspend", &Context::suspend, Free())
         .def("resume", &Context::resume, Free())
-        .def("all_reduce_rms_norm", &all_reduce_rms_norm, "x"_a, "gamma"_a.none(), "y"_a, "stream"_a)
-        .def("accumulate_projection", &accumulate_projection, "a"_a, "layer"_a, "c_slice"_a, "stream"_a);
+        .def("all_reduce_rms_norm", &all_reduce_rms_norm, "x"_a, "gamma"_a.none(), "y"_a, "stream"_a.none())
+        .def("accumulate_projection", &accumulate_projection, "a"_a, "layer"_a, "c_slice"_a, "stream"_a.none());
 
     module.def("shape_preset", [](const std::string& model) {
         const std::optional<Shape> shape = shape_preset(model);

@@ -75,6 +75,16 @@ public:
     };
     std::optional<Half> half;
 
+    /// The tail of the call before, which is that of the next one if as much is asked for: the layers of a step follow one
+    /// another with the same tokens.
+    struct Choice {
+        std::int64_t tokens = -1;
+        std::optional<Tail> asked;
+        bool in_halves = false;
+        Tail tail = Tail::replicated;
+    };
+    Choice choice;
+
     /// For log lines.
     std::string title() const noexcept {
         try {
@@ -127,6 +137,7 @@ public:
     }
 
     std::optional<Fault> fault() const {
+        if (!failed_.load(std::memory_order_acquire) && backend->poll_fault().ok()) return std::nullopt;
         const std::lock_guard lock(fault_mutex_);
         if (fault_) return fault_;
         const Status device = backend->poll_fault();
@@ -184,6 +195,7 @@ private:
         log(LogLevel::error, "{}: failed in call {}{}{}: {}", title(), fault.call, fault.phase.empty() ? "" : " at the ",
             fault.phase, fault.message);
         fault_ = std::move(fault);
+        failed_.store(true, std::memory_order_release);
     }
 
     void log_call(const CallIdentity& identity) const noexcept {
@@ -192,6 +204,7 @@ private:
 
     mutable std::mutex fault_mutex_;
     std::optional<Fault> fault_;
+    std::atomic<bool> failed_ = false;  ///< there is a `fault_`: so that calls need no lock to know that there is none
     mutable std::optional<std::string> saved_;  ///< what `fault` says of a device's mismatch beside the backend's words
 };
 
@@ -522,7 +535,9 @@ TailCall checked_call(const ContextState& state, const PackedLayer& layer, const
 }
 
 /// The tail that was asked for, if it may run, or the plan's choice.
-Tail tail_to_run(const ContextState& state, std::optional<Tail> asked, std::int64_t tokens, bool in_halves) {
+Tail tail_to_run(ContextState& state, std::optional<Tail> asked, std::int64_t tokens, bool in_halves) {
+    const ContextState::Choice& last = state.choice;
+    if (last.tokens == tokens && last.asked == asked && last.in_halves == in_halves) return last.tail;
     const std::optional<Tail> tail = asked ? asked : state.planner.choose(tokens, in_halves);
     if (!tail) {
         throw Error(StatusCode::unsupported,
@@ -541,6 +556,7 @@ Tail tail_to_run(const ContextState& state, std::optional<Tail> asked, std::int6
             StatusCode::unsupported,
             fmt::format("tail {} has no halves, expected replicated, column_parallel or token_parallel", name(*tail)));
     }
+    state.choice = {.tokens = tokens, .asked = asked, .in_halves = in_halves, .tail = *tail};
     return *tail;
 }
 

@@ -99,7 +99,8 @@ void FusedPart::reset(void* base, cudaStream_t stream) const {
           "fused window kernel");
 }
 
-void FusedPart::run(const TailCall& call, const GpuPackedLayer& layer, const Exchange& exchange, cudaStream_t stream) const {
+void FusedPart::run(const TailCall& call, const GpuPackedLayer& layer, const Exchange& exchange, bool overlaps,
+                    cudaStream_t stream) const {
     const ProductWeights weights = layer.weights(WeightPart::shard);
     const FusedTail tail{.exchange = exchange,
                          .region_offset = control_bytes,
@@ -118,8 +119,8 @@ void FusedPart::run(const TailCall& call, const GpuPackedLayer& layer, const Exc
                          .scale = weights.scale,
                          .column_scales = weights.row_scales,
                          .tokens = call.tokens,
-                         .starts_early = call.starts_early,
-                         .releases_early = call.releases_early};
+                         .starts_early = overlaps && call.starts_early,
+                         .releases_early = overlaps && call.releases_early};
     check(launch_fused_tail(tail, stream), "fused tail kernel");
 }
 

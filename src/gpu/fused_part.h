@@ -33,8 +33,10 @@ public:
     std::size_t workspace_bytes() const noexcept { return workspace_.bytes(); }
     void reset(void* base, cudaStream_t stream) const;
 
-    /// `exchange.window` has this part's bases. Enqueues one kernel.
-    void run(const TailCall& call, const GpuPackedLayer& layer, const Exchange& exchange, cudaStream_t stream) const;
+    /// `exchange.window` has this part's bases. `overlaps`: the kernel may start early and let its successor do so, where
+    /// the call asks for that. Enqueues one kernel.
+    void run(const TailCall& call, const GpuPackedLayer& layer, const Exchange& exchange, bool overlaps,
+             cudaStream_t stream) const;
 
 private:
     std::string plan(int max_ctas);

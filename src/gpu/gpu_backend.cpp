@@ -318,12 +318,9 @@ public:
         // The kernel reads packed bf16. A layer whose weights bf16 does not hold takes the same columns the portable way.
         const ProductWeights weights = layer.weights(WeightPart::shard);
         if (weights.packed == nullptr || weights.dtype != Dtype::bf16) return column_parallel_tail(*this, call);
-        Exchange exchange = fused_exchange_;
-        exchange.layer = static_cast<std::int32_t>(identity_.layer);
-        exchange.tail = static_cast<std::uint32_t>(Tail::fused);
-        TailCall here = call;
-        if (!overlaps_) here.starts_early = here.releases_early = false;
-        fused_->run(here, layer, exchange, main_->stream());
+        fused_exchange_.layer = static_cast<std::int32_t>(identity_.layer);
+        fused_exchange_.tail = static_cast<std::uint32_t>(Tail::fused);
+        fused_->run(call, layer, fused_exchange_, overlaps_, main_->stream());
     }
 
     DeviceCheck* device_check() noexcept override { return check_ && (world() == 1 || has_window()) ? &*check_ : nullptr; }

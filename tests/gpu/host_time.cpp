@@ -3,6 +3,9 @@
 // as processes do, which have no driver lock in common, and at once. Not a pass or a fail: it prints microseconds.
 //
 //     host_time [ranks=1,2] [tokens=1,8,64]
+//
+// `host_time_stub` is the same over a runtime that launches nothing (stub/): what is left is this library's own part. It
+// also prints what a call asks of the runtime beside launches, and fails if a call allocates.
 #include <cuda_runtime.h>
 #include <fmt/format.h>
 
@@ -16,6 +19,9 @@
 #include "gpu/runtime/resources.h"
 #include "latent_moe/latent_moe.h"
 #include "ranks.h"
+#ifdef LATENT_MOE_STUB_RUNTIME
+#include "stub/counts.h"
+#endif
 
 using namespace latent_moe;
 using gpu::check;
@@ -80,22 +86,40 @@ void measure(const Bootstrap& boot, const std::vector<std::int64_t>& tokens) {
     const double launch = median_us(boot, stream.get(), true,
                                     [&] { check(gpu::zero_rows({out.get()}, 1, 8, Dtype::bf16, stream.get()), "kernel"); });
     if (boot.rank == 0) fmt::print("host time of one small kernel's launch, TP {}: {:.2f} us\n", boot.world, launch);
+    const auto measured = [&](const char* what, std::int64_t count, const auto& call) {
+        const auto run = [&] {
+            const Status status =
+                call(TailInput{.routed = {routed.get()}, .shared = {shared.get()}, .tokens = count}, Rows{out.get()});
+            if (!status.ok()) throw Error(status.code(), status.message());
+        };
+#ifdef LATENT_MOE_STUB_RUNTIME
+        run();  // what a first call sets up is not counted
+        const test::Counts before = test::counts();
+        run();
+        const test::Counts after = test::counts();
+        const std::string asked =
+            fmt::format(", {} launches, {} other calls of the runtime, {} allocations", after.launches - before.launches,
+                        after.others - before.others, after.allocations - before.allocations);
+        if (after.allocations != before.allocations)
+            throw Error(StatusCode::internal, fmt::format("a call of {} allocates{}", what, asked));
+#else
+        const std::string asked;
+#endif
+        const double in_turn = median_us(boot, stream.get(), true, run);
+        const double at_once = boot.world == 1 ? in_turn : median_us(boot, stream.get(), false, run);
+        if (boot.rank != 0) return;
+        fmt::print("host time of Layer::run, TP {}, {} tokens, {:<16} {:5.2f} us a call in turn, {:5.2f} at once{}\n",
+                   boot.world, count, what, in_turn, at_once, asked);
+        std::fflush(stdout);
+    };
     for (const std::int64_t count : tokens) {
-        for (const Candidate& candidate : context.plan(count).candidates) {
-            const auto run = [&] {
-                const Status status =
-                    layer.run(candidate.tail, {.routed = {routed.get()}, .shared = {shared.get()}, .tokens = count},
-                              {out.get()}, stream.get());
-                if (!status.ok()) throw Error(status.code(), status.message());
-            };
-            const double in_turn = median_us(boot, stream.get(), true, run);
-            const double at_once = boot.world == 1 ? in_turn : median_us(boot, stream.get(), false, run);
-            if (boot.rank == 0) {
-                fmt::print("host time of Layer::run, TP {}, {} tokens, {:<16} {:5.2f} us a call in turn, {:5.2f} at once\n",
-                           boot.world, count, name(candidate.tail), in_turn, at_once);
-                std::fflush(stdout);
-            }
+        const Plan plan = context.plan(count);
+        for (const Candidate& candidate : plan.candidates) {
+            measured(name(candidate.tail), count,
+                     [&](const TailInput& input, Rows to) { return layer.run(candidate.tail, input, to, stream.get()); });
         }
+        measured(plan.from_table ? "chosen by table" : "chosen by model", count,
+                 [&](const TailInput& input, Rows to) { return layer.run(input, to, stream.get()); });
     }
 }
 

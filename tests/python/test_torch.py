@@ -66,6 +66,49 @@ def test_tensors_and_numpy_arrays_give_the_same_bits():
     assert from_torch.view(torch.int16).numpy().tobytes() == from_numpy.tobytes()
 
 
+class OwnTensor(torch.Tensor):
+    """Read by Python's methods, as PyTorch's rarer classes are, and as all are in an older PyTorch."""
+
+    __module__ = "torch.own"
+
+
+def test_tensors_are_read_alike_by_their_table_and_by_their_methods():
+    problem = Problem(world=1, tokens=6)
+    layer = sealed(problem, lm.single_rank())
+    wide = [torch.cat([each, each], dim=1)[:, : each.shape[1]] for each in inputs(problem)]  # a stride of twice the columns
+    one_row = [each[2:3] for each in wide]
+    flat = [each[2] for each in wide]
+    no_rows = [each[:0] for each in wide]
+    weights = [torch.nn.Parameter(each) for each in wide]  # they have gradients, which no tail makes
+    for arrays in (inputs(problem), wide, one_row, flat, no_rows, weights):
+        by_table = torch.zeros(arrays[1].shape, dtype=torch.bfloat16)
+        by_methods = torch.zeros_like(by_table)
+        layer.run(*arrays, by_table)
+        layer.run(*(each.detach().as_subclass(OwnTensor) for each in arrays), by_methods.as_subclass(OwnTensor))
+        assert torch.equal(by_table, by_methods)
+        assert arrays is no_rows or by_table.any()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_no_tail_can_read_is_refused_in_the_same_words_either_way(own):
+    problem = Problem(world=1)
+    layer = sealed(problem, lm.single_rank())
+    routed, shared, _ = inputs(problem)
+
+    def refused(error, text, given):
+        with pytest.raises(error, match=text):
+            layer.run(routed, given.as_subclass(OwnTensor) if own else given, out=torch.zeros_like(shared))
+
+    refused(lm.LatentMoeError, "shared is torch.float64, expected bf16", shared.double())
+    refused(lm.LatentMoeError, "shared is i32, expected bf16", shared.to(torch.int32))
+    refused(lm.LatentMoeError, r"shared is \[5, 191\], expected \[5, 192\]", shared[:, 1:])
+    refused(TypeError, "a tensor has 3 dimensions, expected", shared[None])
+    refused(TypeError, "the elements of a row are 5 apart, expected them side by side", shared.T.contiguous().T)
+    refused(lm.LatentMoeError, "shared is in memory of the gpu, expected the cpu", shared.to("meta"))
+    with pytest.raises(lm.LatentMoeError, match="expected an array with DLPack"):
+        layer.run((routed, routed, routed), shared, out=torch.zeros_like(shared))
+
+
 def test_float8_tensors_are_weights():
     problem = Problem(world=1)
     stored = (tensor(problem.weights) * 4).to(torch.float8_e4m3fn)

@@ -292,11 +292,42 @@ cudaError_t resident_clusters(const Compiled& tile, int split, int shared_bytes,
     return cudaOccupancyMaxActiveClusters(&count, tile.kernel, &config);
 }
 
+/// What hangs on shape and plan alone: with its divisions it is most of what a launch costs this library on the host.
+struct Prepared {
+    FusedTailShape shape;
+    FusedTailPlan plan;
+    bool stamps = false;
+    const Compiled* tile = nullptr;  ///< null: that cannot run
+    Params p{};
+
+    Prepared() = default;
+    Prepared(const FusedTailShape& shape_, const FusedTailPlan& plan_, bool stamps_)
+        : shape(shape_), plan(plan_), stamps(stamps_) {
+        const Compiled* found = valid(shape) ? find(shape, plan, stamps) : nullptr;
+        if (!found || !cut(shape, plan, *found, p)) return;
+        tile = found;
+        const RegionLayout region(shape);
+        p.slot_bytes = region.slot_bytes, p.latent_box = region.latent_box, p.column_box = region.column_box;
+        const PoolLayout pool(shape);
+        p.pool_slot_bytes = pool.slot_bytes, p.pool_squares_row = static_cast<int>(pool.squares_row);
+        p.inverse_latent = 1.0F / static_cast<float>(shape.latent);
+        p.digest = plan.digest;
+    }
+};
+
+/// A thread's calls are mostly of one shape and one plan after the other. The launch fills in the rest of `p` in place.
+Prepared& prepared(const FusedTailShape& shape, const FusedTailPlan& plan, bool stamps) {
+    thread_local Prepared last;
+    if (!last.tile || last.shape != shape || last.plan != plan || last.stamps != stamps)
+        last = Prepared(shape, plan, stamps);
+    return last;
+}
+
+/// Of a shape that was prepared.
 bool valid(const FusedTail& op) {
     const FusedTailShape& s = op.shape;
     const PeerWindow& w = op.exchange.window;
-    if (!valid(s) || w.world != s.world || w.rank < 0 || w.rank >= w.world || op.exchange.tail > 255 ||
-        !op.exchange.record) {
+    if (w.world != s.world || w.rank < 0 || w.rank >= w.world || op.exchange.tail > 255 || !op.exchange.record) {
         return false;
     }
     for (int r = 0; r < w.world; ++r) {
@@ -403,10 +434,10 @@ cudaError_t reset_fused_tail(void* region, void* workspace, const FusedTailShape
 }
 
 cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
-    fused::Params p{};
-    const fused::Compiled* tile = fused::valid(op) ? fused::find(op.shape, op.plan, op.stamps != nullptr) : nullptr;
-    if (!tile || !fused::cut(op.shape, op.plan, *tile, p)) return cudaErrorInvalidValue;
-    const fused::RegionLayout region(op.shape);
+    fused::Prepared& prepared = fused::prepared(op.shape, op.plan, op.stamps != nullptr);
+    const fused::Compiled* tile = prepared.tile;
+    if (!tile || !fused::valid(op)) return cudaErrorInvalidValue;
+    fused::Params& p = prepared.p;  // all that is the call's own is set here, whatever the call before left
     p.exchange = op.exchange;
     p.routed = unit_rows(op.routed, op.shape.latent, Dtype::bf16);
     p.shared = unit_rows(op.shared, op.shape.hidden, Dtype::bf16);
@@ -419,15 +450,11 @@ cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
     p.rank = window.rank, p.region = op.region_offset;
     p.own_region = static_cast<char*>(window.base[window.rank]) + op.region_offset;
     p.peer_region = window.world == 2 ? static_cast<char*>(window.base[1 - window.rank]) + op.region_offset : nullptr;
-    const fused::PoolLayout pool(op.shape);
     p.pool = static_cast<char*>(op.workspace);
-    p.pool_slot_bytes = pool.slot_bytes, p.pool_squares_row = static_cast<int>(pool.squares_row);
-    p.slot_bytes = region.slot_bytes;
-    p.latent_box = region.latent_box, p.column_box = region.column_box;
-    p.scale = op.scale, p.epsilon = op.epsilon, p.inverse_latent = 1.0F / static_cast<float>(op.shape.latent);
+    p.scale = op.scale, p.epsilon = op.epsilon;
     p.rms_norm = op.rms_norm;
     p.exchange_shared = p.shared && !op.shared_is_sum && op.shape.world > 1;
-    p.release = op.releases_early, p.digest = op.plan.digest;
+    p.release = op.releases_early;
     p.timeout_ticks =
         static_cast<std::uint32_t>(std::min<std::uint64_t>((op.exchange.timeout_ns >> fused::tick_log2_ns) + 1, 1u << 30));
     p.stamps = op.stamps;
@@ -438,6 +465,7 @@ cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
         return cudaErrorInvalidValue;
     }
     if (op.tokens == 0) {
+        p.tokens = 0;
         return launch({.grid = 32, .block = 256, .dependent = op.starts_early, .stream = stream}, fused::idle, p);
     }
     for (std::int64_t first = 0; first < op.tokens; first += op.plan.tokens) {

@@ -31,6 +31,8 @@ struct FusedTailShape {
     std::int64_t latent = 0;  ///< L, a multiple of 8
     int world = 1;            ///< 1 to 16; need not be a power of two
     int capacity = 128;       ///< rows of a mailbox
+
+    bool operator==(const FusedTailShape&) const = default;
 };
 
 /// How the work is cut. Chosen by `plan_fused_tail`; every field may be overridden by measurement, then `fused_tail_fits`
@@ -48,6 +50,8 @@ struct FusedTailPlan {
     int prefetch_clocks = 700;  ///< one in so many clocks
     bool float8 = false;        ///< `packed` is e4m3 (packed_float8.h): in builds for measurement only
     bool digest = true;         ///< of the latents, for the next call's header; the same on every rank
+
+    bool operator==(const FusedTailPlan&) const = default;
 };
 
 int fused_tail_grid(const FusedTailPlan& plan);

@@ -14,6 +14,7 @@
 // No thread waits for another cluster, so any number of CTAs is right. The sums' order is fixed by (N, K) and by the token
 // class (up to 8, 16, 32, 64): no atomics, the same bits on every run.
 #include <algorithm>
+#include <atomic>
 
 #include "gpu/kernels/packed_layout.h"
 #include "gpu/kernels/projection.cuh"
@@ -393,8 +394,29 @@ Cut cut_for(const PackedLayout& layout) {
     return best;
 }
 
+/// Devices for which something is known, so that calls need not ask the runtime again. Any thread; the first 64 devices.
+class Devices {
+public:
+    bool has(int device) const { return device < 64 && (bits_.load(std::memory_order_acquire) >> device & 1) != 0; }
+    void add(int device) {
+        if (device < 64) bits_.fetch_or(std::uint64_t{1} << device, std::memory_order_release);
+    }
+
+private:
+    std::atomic<std::uint64_t> bits_ = 0;
+};
+
+/// `allowed` is the kernel's own.
+template <class Kernel>
+cudaError_t allow_shared_memory(Kernel* kernel, int bytes, int device, Devices& allowed) {
+    if (allowed.has(device)) return cudaSuccess;
+    const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (e == cudaSuccess) allowed.add(device);
+    return e;
+}
+
 template <Dtype dtype, class Tile>
-cudaError_t launch_hopper(Params p, int split, bool dependent, cudaStream_t stream) {
+cudaError_t launch_hopper(Params p, int split, int device, bool dependent, cudaStream_t stream) {
     const int tiles = static_cast<int>((p.layout.rows + Tile::rows - 1) / Tile::rows);
     dependent = dependent && tiles * split <= p.early_ctas;
     p.ring = Tile::ring();
@@ -405,10 +427,8 @@ cudaError_t launch_hopper(Params p, int split, bool dependent, cudaStream_t stre
         return e;
     }
     const auto kernel = project_hopper<dtype, Tile>;
-    if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, hopper_shared_bytes);
-        e != cudaSuccess) {
-        return e;
-    }
+    static Devices allowed;
+    if (const cudaError_t e = allow_shared_memory(kernel, hopper_shared_bytes, device, allowed); e != cudaSuccess) return e;
     return launch({.grid = tiles * split,
                    .block = Tile::threads,
                    .cluster = split,
@@ -419,18 +439,16 @@ cudaError_t launch_hopper(Params p, int split, bool dependent, cudaStream_t stre
 }
 
 template <Dtype dtype, int tokens>
-cudaError_t launch_tokens(const Params& p, bool hopper, bool dependent, cudaStream_t stream) {
+cudaError_t launch_tokens(const Params& p, int device, bool hopper, bool dependent, cudaStream_t stream) {
     if (hopper) {
         const Cut cut = cut_for(p.layout);
-        return cut.rows == 128 ? launch_hopper<dtype, Tile<tokens, 128>>(p, cut.split, dependent, stream)
-                               : launch_hopper<dtype, Tile<tokens, 64>>(p, cut.split, dependent, stream);
+        return cut.rows == 128 ? launch_hopper<dtype, Tile<tokens, 128>>(p, cut.split, device, dependent, stream)
+                               : launch_hopper<dtype, Tile<tokens, 64>>(p, cut.split, device, dependent, stream);
     }
     const auto kernel = project_portable<dtype, tokens>;
     constexpr int shared = portable_warps * tokens * portable_rows * 4;
-    if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-        e != cudaSuccess) {
-        return e;
-    }
+    static Devices allowed;
+    if (const cudaError_t e = allow_shared_memory(kernel, shared, device, allowed); e != cudaSuccess) return e;
     return launch({.grid = static_cast<int>((p.layout.rows + portable_rows - 1) / portable_rows),
                    .block = portable_warps * 32,
                    .shared_bytes = shared,
@@ -440,24 +458,27 @@ cudaError_t launch_tokens(const Params& p, bool hopper, bool dependent, cudaStre
 }
 
 template <Dtype dtype>
-cudaError_t launch_dtype(const Params& p, bool hopper, bool dependent, cudaStream_t stream) {
-    if (p.tokens <= 8) return launch_tokens<dtype, 8>(p, hopper, dependent, stream);
-    if (p.tokens <= 16) return launch_tokens<dtype, 16>(p, hopper, dependent, stream);
-    if (p.tokens <= 32) return launch_tokens<dtype, 32>(p, hopper, dependent, stream);
-    return launch_tokens<dtype, 64>(p, hopper, dependent, stream);
+cudaError_t launch_dtype(const Params& p, int device, bool hopper, bool dependent, cudaStream_t stream) {
+    if (p.tokens <= 8) return launch_tokens<dtype, 8>(p, device, hopper, dependent, stream);
+    if (p.tokens <= 16) return launch_tokens<dtype, 16>(p, device, hopper, dependent, stream);
+    if (p.tokens <= 32) return launch_tokens<dtype, 32>(p, device, hopper, dependent, stream);
+    return launch_tokens<dtype, 64>(p, device, hopper, dependent, stream);
 }
 
 /// Whether this device runs sm_90a code and this binary has it.
-cudaError_t has_hopper_kernel(bool& answer) {
-    int device = 0, major = 0;
+cudaError_t has_hopper_kernel(int device, bool& answer) {
+    static Devices with, without;
+    answer = with.has(device);
+    if (answer || without.has(device)) return cudaSuccess;
+    int major = 0;
     cudaFuncAttributes attributes{};
-    if (const cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
     if (const cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device); e != cudaSuccess)
         return e;
     if (const cudaError_t e = cudaFuncGetAttributes(&attributes, project_hopper<Dtype::bf16, Tile<8, 128>>);
         e != cudaSuccess)
         return e;
     answer = major == 9 && attributes.ptxVersion == 90;
+    (answer ? with : without).add(device);
     return cudaSuccess;
 }
 
@@ -469,13 +490,15 @@ cudaError_t skinny_projection(const SkinnyProjection& op, cudaStream_t stream) {
     p.release = op.dependent_launch;
     p.early_ctas = op.early_ctas;
     if (op.tokens == 0) return cudaSuccess;
+    int device = 0;
+    if (const cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
     bool hopper = false;
     if (!op.portable) {
-        if (const cudaError_t e = has_hopper_kernel(hopper); e != cudaSuccess) return e;
+        if (const cudaError_t e = has_hopper_kernel(device, hopper); e != cudaSuccess) return e;
     }
     switch (op.dtype) {
-        case Dtype::bf16: return launch_dtype<Dtype::bf16>(p, hopper, op.dependent_launch, stream);
-        case Dtype::f16: return launch_dtype<Dtype::f16>(p, hopper, op.dependent_launch, stream);
+        case Dtype::bf16: return launch_dtype<Dtype::bf16>(p, device, hopper, op.dependent_launch, stream);
+        case Dtype::f16: return launch_dtype<Dtype::f16>(p, device, hopper, op.dependent_launch, stream);
         default: return cudaErrorInvalidValue;
     }
 }
