@@ -50,12 +50,6 @@ struct alignas(32) State {
 inline constexpr int digest_lanes = static_cast<int>(wave_size);
 struct Head {
     State state[max_grid];
-    State received[max_grid];   ///< of the kernel that receives columns, where one does (fused_tail_receive.cuh),
-    State published[max_grid];  ///< and of the one that sends the partials (fused_tail_publish.cuh)
-    struct alignas(32) Word {
-        std::uint32_t value;
-    };
-    Word predecessor_over[max_grid];  ///< a CTA's of the tail, set by the kernel that sends the partials
     struct alignas(128) Count {
         std::uint32_t items;
     };
@@ -119,20 +113,14 @@ LATENT_MOE_DEVICE State load_state(const Params& p) {
 
 /// By one warp, once all threads of the CTA have loaded the state. As with the epoch: CTA b writes the entries b, b + G, …,
 /// so that the next call finds its own whatever its grid.
-LATENT_MOE_DEVICE void store_state(const Params& p, State* entries, const State& now, int lane) {
+LATENT_MOE_DEVICE void store_state(const Params& p, const State& now, int lane) {
     const uint2 next =
         make_uint2(now.slot == slots - 1 ? 0 : now.slot + 1, static_cast<std::uint32_t>(p.tokens) << 1 | now.digests());
 #pragma unroll 1
     for (int i = static_cast<int>(blockIdx.x) + lane * static_cast<int>(gridDim.x); i < max_grid;
          i += static_cast<int>(wave_size * gridDim.x)) {
-        store_relaxed<Scope::device>(reinterpret_cast<uint2*>(entries + i), next);
+        store_relaxed<Scope::device>(reinterpret_cast<uint2*>(head(p).state + i), next);
     }
-}
-/// By the kernel of the tail itself: also for the one that receives, if there is none in this call.
-LATENT_MOE_DEVICE void store_state(const Params& p, const State& now, int lane) {
-    store_state(p, head(p).state, now, lane);
-    if (!p.receiver) store_state(p, head(p).received, now, lane);
-    if (!p.publisher) store_state(p, head(p).published, now, lane);
 }
 
 /// One thread's waiting for peers. As `Wait` of bounded_wait.h, but the telling is left to the end of the thread's role,
@@ -157,10 +145,6 @@ public:
     /// At the end of the role, once the epoch is in shared memory.
     LATENT_MOE_DEVICE void report(std::uint32_t epoch_word) const {
         if (blame_ != 0) tell(p_, load_shared<std::uint32_t>(epoch_word), blame_);
-    }
-    /// By a kernel that begins after the call's epoch was left behind.
-    LATENT_MOE_DEVICE void report_of_call_before(std::uint32_t next_epoch) const {
-        if (blame_ != 0) tell(p_, next_epoch == 0 ? epoch_period - 1 : next_epoch - 1, blame_);
     }
 
 private:
