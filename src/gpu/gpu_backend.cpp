@@ -98,7 +98,8 @@ public:
     Capabilities capabilities() const override {
         Machine machine = vendor::cost_constants(topology_.device, topology_.sharing, world());
         if (options_.batch_invariant) {  // a product reads its weights again for every `skinny_tokens` rows
-            const auto flops_of_byte = 2.0 * static_cast<double>(skinny_tokens) / static_cast<double>(bytes_of(shape_.activations));
+            const auto flops_of_byte =
+                2.0 * static_cast<double>(skinny_tokens) / static_cast<double>(bytes_of(shape_.activations));
             machine.flops_per_us = std::min(machine.flops_per_us, flops_of_byte * machine.memory_bytes_per_us);
         }
         return {.machine = machine,
@@ -123,11 +124,11 @@ public:
 
     std::unique_ptr<PackedLayer> pack(const WeightView& up_projection, const void* gamma) override {
         const CurrentDevice current(topology_.device);
-        const GpuPackedLayer::Wish wish{.own = own_rows_,
-                                        .whole = keeps_whole(),
-                                        .plain = (options_.max_tokens > skinny_tokens && !options_.batch_invariant) ||
-                                                 own_rows_.count % 8 != 0,
-                                        .round_to_float8 = options_.float8_weights};
+        const GpuPackedLayer::Wish wish{
+            .own = own_rows_,
+            .whole = keeps_whole(),
+            .plain = (options_.max_tokens > skinny_tokens && !options_.batch_invariant) || own_rows_.count % 8 != 0,
+            .round_to_float8 = options_.float8_weights};
         auto layer = std::make_unique<GpuPackedLayer>(shape_, wish, up_projection, gamma, setup_stream_.get());
         product_->prepare(*layer);
         return layer;

@@ -53,7 +53,7 @@ private:
     Shape shape_;
     std::vector<std::int64_t> widths_;
     std::int64_t float32_rows_;  // of the two buffers below
-    std::optional<Gemm> gemm_;  ///< not in a batch-invariant context: what order it sums in is the library's affair
+    std::optional<Gemm> gemm_;   ///< not in a batch-invariant context: what order it sums in is the library's affair
     bool needs_sums_ = false;
     bool needs_widening_ = false;
     DeviceMemory sums_;

@@ -113,8 +113,8 @@ struct SkinnyProjection {
     std::int64_t latent = 0;               ///< K
     Dtype dtype = Dtype::bf16;             ///< bf16 or f16: of A, W and C
     bool dependent_launch = false;
-    int early_ctas = max_grid;  ///< a larger grid does not start early: it would keep others out while it waits
-    bool portable = false;      ///< use the kernel for every architecture where the wgmma kernel would run
+    int early_ctas = max_grid;     ///< a larger grid does not start early: it would keep others out while it waits
+    bool portable = false;         ///< use the kernel for every architecture where the wgmma kernel would run
     bool batch_invariant = false;  ///< sum in the order of 64 tokens, however few there are
 };
 cudaError_t skinny_projection(const SkinnyProjection& op, cudaStream_t stream);

@@ -49,8 +49,7 @@ __global__ void __launch_bounds__(threads) multiply(const Params p) {
         for (int i = thread; i < tile_tokens * tile_k; i += threads) {
             const std::int64_t token = token0 + i / tile_k, k = first + i % tile_k;
             const bool inside = token < p.finish.tokens && k < p.latent;
-            tiles.x[i / tile_k][i % tile_k] =
-                inside ? N::widen(static_cast<const T*>(p.x)[token * p.x_stride + k]) : 0.0F;
+            tiles.x[i / tile_k][i % tile_k] = inside ? N::widen(static_cast<const T*>(p.x)[token * p.x_stride + k]) : 0.0F;
         }
         for (int i = thread; i < tile_columns * tile_k; i += threads) {
             const std::int64_t column = column0 + i / tile_k, k = first + i % tile_k;

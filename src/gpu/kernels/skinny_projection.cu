@@ -11,9 +11,9 @@
 //
 // Everywhere else: a CTA owns 32 rows, its eight warps split K, operands go straight from global memory to mma.sync.
 //
-// No thread waits for another cluster, so any number of CTAs is right. The sums' order is fixed: no atomics, the same bits on
-// every run. Hopper's depends on (N, K) and on the token class (up to 8, 16, 32, 64), by teams and chains; the other's on K
-// alone. In neither does it depend on where among the tokens a row is (docs/decisions/0013).
+// No thread waits for another cluster, so any number of CTAs is right. The sums' order is fixed: no atomics, the same bits
+// on every run. Hopper's depends on (N, K) and on the token class (up to 8, 16, 32, 64), by teams and chains; the other's on
+// K alone. In neither does it depend on where among the tokens a row is (docs/decisions/0013).
 #include <algorithm>
 
 #include "gpu/kernels/packed_layout.h"

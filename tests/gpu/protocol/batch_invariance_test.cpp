@@ -1,6 +1,6 @@
 // Batch-invariant contexts on emulated GPUs (docs/decisions/0013): a row's bits are the same whatever else is in the batch,
-// and wherever in it the row is. Inputs are random with long tails, and the large terms of a product cancel, so that a sum in
-// another order shows.
+// and wherever in it the row is. Inputs are random with long tails, and the large terms of a product cancel, so that a sum
+// in another order shows.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -21,7 +21,7 @@ namespace {
 
 using test::Tensor;
 
-constexpr std::int64_t latent = 136;       // three blocks of 64, the last not whole
+constexpr std::int64_t latent = 136;  // three blocks of 64, the last not whole
 constexpr std::int64_t half = latent / 2;
 constexpr float small = 0x1p-12F;
 constexpr std::int64_t block_tokens = 96;  // so the largest batch takes two
@@ -218,8 +218,7 @@ TEST_P(BatchInvariance, GivesARowTheSameBitsInEveryBatchAndOnEveryRank) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(,
-                         BatchInvariance,
+INSTANTIATE_TEST_SUITE_P(, BatchInvariance,
                          testing::Values(Config{1, "tp1"}, Config{2, "tp2"}, Config{3, "tp3"},
                                          Config{.world = 3, .name = "without_norm", .norm = Norm::none},
                                          Config{.world = 3, .name = "f16", .dtype = Dtype::f16, .weights = Dtype::f16},
@@ -245,21 +244,21 @@ TEST(OrderedProjection, AddsInTheOrderOfK) {
         Tensor out(tokens, width, dtype, 5), expected(tokens, width, dtype);
         out.poison();
         emulated::run(1, {2, 2 * wave_size}, [&](int, emulated::Stream& stream) {
-            EXPECT_EQ(ordered_projection({.x = x.rows(),
-                                          .w = w.data(),
-                                          .weight_dtype = weights,
-                                          .latent = depth,
-                                          .finish = {.scale = 1.25F,
-                                                     .column_scales =
-                                                         plain ? nullptr : static_cast<const float*>(scales.data()),
-                                                     .addend = plain ? ConstRows{} : addend.rows(),
-                                                     .prefix = plain ? ConstRows{} : prefix.rows(),
-                                                     .out = out.writable_rows(),
-                                                     .tokens = tokens,
-                                                     .width = width,
-                                                     .dtype = dtype}},
-                                         &stream),
-                      cudaSuccess);
+            EXPECT_EQ(
+                ordered_projection({.x = x.rows(),
+                                    .w = w.data(),
+                                    .weight_dtype = weights,
+                                    .latent = depth,
+                                    .finish = {.scale = 1.25F,
+                                               .column_scales = plain ? nullptr : static_cast<const float*>(scales.data()),
+                                               .addend = plain ? ConstRows{} : addend.rows(),
+                                               .prefix = plain ? ConstRows{} : prefix.rows(),
+                                               .out = out.writable_rows(),
+                                               .tokens = tokens,
+                                               .width = width,
+                                               .dtype = dtype}},
+                                   &stream),
+                cudaSuccess);
         });
         for (std::int64_t m = 0; m < tokens; ++m) {
             for (std::int64_t n = 0; n < width; ++n) {

@@ -46,18 +46,15 @@ Gpus::Gpus(int world, const Shape& shape, const Wires& wires, Grid grid, std::in
         const TokenRange own = OwnColumns(shape.hidden, world).of(r);
         const GpuPackedLayer::Wish wish{.own = own, .whole = true, .plain = !batch_invariant || own.count % 8 != 0};
         const std::int64_t rows = block_tokens_;
-        ranks_.push_back(std::make_unique<Rank>(
-            Rank{.layer = {shape, wish, weights, gamma, nullptr},
-                 .product = {shape,
-                             Bootstrap{.rank = r, .world = world},
-                             rows,
-                             {shape.hidden / world, shape.hidden},
-                             batch_invariant},
-                 .latent = rows_of(rows, shape.latent, shape),
-                 .product_out = rows_of(rows, shape.hidden, shape),
-                 .shared = rows_of(rows, shape.hidden, shape),
-                 .spare = rows_of(rows, shape.hidden, shape),
-                 .fused = {static_cast<std::size_t>(fused_tail_workspace_bytes(fused_shape_)), "fused tail"}}));
+        ranks_.push_back(std::make_unique<Rank>(Rank{
+            .layer = {shape, wish, weights, gamma, nullptr},
+            .product =
+                {shape, Bootstrap{.rank = r, .world = world}, rows, {shape.hidden / world, shape.hidden}, batch_invariant},
+            .latent = rows_of(rows, shape.latent, shape),
+            .product_out = rows_of(rows, shape.hidden, shape),
+            .shared = rows_of(rows, shape.hidden, shape),
+            .spare = rows_of(rows, shape.hidden, shape),
+            .fused = {static_cast<std::size_t>(fused_tail_workspace_bytes(fused_shape_)), "fused tail"}}));
         ranks_.back()->product.prepare(ranks_.back()->layer);
     }
 }
