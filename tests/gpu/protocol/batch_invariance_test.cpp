@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <ostream>
 #include <random>
 #include <string>
 #include <vector>
@@ -65,6 +66,9 @@ struct Config {
     bool row_scales = false;
     bool few_sizes = false;
 };
+void PrintTo(const Config& c, std::ostream* out) {
+    *out << c.name;
+}
 
 /// What every batch is taken from.
 struct Source {
