@@ -36,7 +36,8 @@ struct Options {
     bool deferred_finalize = false;  ///< calls may hand over `DeferredRows`: room for `max_tokens` combined rows is kept
     bool batch_invariant = false;    ///< a row's bits depend neither on the number of tokens nor on its neighbours. One tail
                                      ///< runs every call (`tail`, or the plan's choice), and products go slower: see
-                                     ///< docs/numerics.md for the price
+                                     ///< docs/numerics.md for the price. On GPUs `fused` cannot run then, and
+                                     ///< `other_reducer_from_bytes` is refused where ranks have a peer window
     bool float8_weights = false;     ///< round W_up to e4m3 with a scale a row, whatever is given. Half the bytes of bf16 on
                                      ///< the CPU; a GPU keeps it widened
 

@@ -31,7 +31,9 @@ FusedPart::FusedPart(const Bootstrap& bootstrap, const Shape& shape, const Optio
                   .latent = shape.latent,
                   .world = bootstrap.world,
                   .capacity = static_cast<int>(options.capacity_tokens)} {
-    if (options.capacity_tokens == 0) {
+    if (options.batch_invariant) {
+        missing_ = "how its kernel cuts a product depends on the number of tokens, so it is not batch-invariant";
+    } else if (options.capacity_tokens == 0) {
         missing_ = "capacity_tokens is 0";
     } else if (shape.activations != Dtype::bf16) {
         missing_ = fmt::format("activations are {}, and the fused kernel has bf16 only", name(shape.activations));

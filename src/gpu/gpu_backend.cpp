@@ -96,7 +96,12 @@ public:
     const std::string& name() const noexcept override { return name_; }
 
     Capabilities capabilities() const override {
-        const Machine machine = vendor::cost_constants(topology_.device, topology_.sharing, world());
+        Machine machine = vendor::cost_constants(topology_.device, topology_.sharing, world());
+        if (options_.batch_invariant) {  // a product reads its weights again for every `skinny_tokens` rows
+            const auto flops_of_byte =
+                2.0 * static_cast<double>(skinny_tokens) / static_cast<double>(bytes_of(shape_.activations));
+            machine.flops_per_us = std::min(machine.flops_per_us, flops_of_byte * machine.memory_bytes_per_us);
+        }
         return {.machine = machine,
                 .device = machine.description,
                 .links = world() == 1   ? "none"
@@ -114,15 +119,16 @@ public:
                 .whole_weights = keeps_whole(),
                 .shares_device = topology_.shares_devices(),
                 .host_memory = false,
-                .no_batch_invariance = "on a GPU the kernel of a product depends on the number of tokens"};
+                .no_batch_invariance = why_not_batch_invariant()};
     }
 
     std::unique_ptr<PackedLayer> pack(const WeightView& up_projection, const void* gamma) override {
         const CurrentDevice current(topology_.device);
-        const GpuPackedLayer::Wish wish{.own = own_rows_,
-                                        .whole = keeps_whole(),
-                                        .plain = options_.max_tokens > skinny_tokens || own_rows_.count % 8 != 0,
-                                        .round_to_float8 = options_.float8_weights};
+        const GpuPackedLayer::Wish wish{
+            .own = own_rows_,
+            .whole = keeps_whole(),
+            .plain = (options_.max_tokens > skinny_tokens && !options_.batch_invariant) || own_rows_.count % 8 != 0,
+            .round_to_float8 = options_.float8_weights};
         auto layer = std::make_unique<GpuPackedLayer>(shape_, wish, up_projection, gamma, setup_stream_.get());
         product_->prepare(*layer);
         return layer;
@@ -168,7 +174,8 @@ public:
             acquire_window();
             if (nccl_exchange_ == nullptr && communicator_ != nullptr) {
                 together(bootstrap_, "workspace", [&] {
-                    nccl_exchange_ = std::make_unique<NcclExchange>(*communicator_, shape_, rank(), world(), block_tokens_);
+                    nccl_exchange_ = std::make_unique<NcclExchange>(*communicator_, shape_, rank(), world(), block_tokens_,
+                                                                    options_.batch_invariant);
                 });
             }
             if (has_window()) {
@@ -183,7 +190,8 @@ public:
         main_.emplace(shape_, rank(), world(), lane_parts(main_lane, grids));
         side_.emplace(shape_, rank(), world(), lane_parts(side_lane, grids));
         together(bootstrap_, "loading of kernels", [&] {
-            warm_up(shape_, main_->parts(), own_rows_.count, records_->record(FaultRecords::loading), setup_stream_.get());
+            warm_up(shape_, main_->parts(), own_rows_.count, options_.batch_invariant,
+                    records_->record(FaultRecords::loading), setup_stream_.get());
             if (nccl_exchange_ != nullptr) nccl_exchange_->connect(setup_stream_.get());
             if (options_.deferred_finalize) load_combining_kernel();
         });
@@ -377,7 +385,13 @@ private:
         if (shape_.hidden % world() == 0) widths.push_back(own_rows_.count);
         if (keeps_whole() && world() > 1) widths.push_back(shape_.hidden);
         together(bootstrap_, Matmul::library(), [&] { const Matmul looked_for; });
-        product_.emplace(shape_, bootstrap_, block_tokens_, widths);
+        product_.emplace(shape_, bootstrap_, block_tokens_, widths, options_.batch_invariant);
+    }
+
+    /// Ranks with a window send rows of every size the same way, so there is none left to hand over to.
+    std::string why_not_batch_invariant() const {
+        const bool other_way = world() > 1 && has_window() && options_.other_reducer_from_bytes < INT64_MAX;
+        return other_way ? "from other_reducer_from_bytes on summands would be reduced another way" : "";
     }
 
     /// Collective: the user's or the default, as rank 0 has it.
@@ -386,13 +400,20 @@ private:
         return gather(bootstrap_, given != nullptr ? std::int64_t{std::strtoll(given, nullptr, 10)} : otherwise).front();
     }
 
-    /// Processes need NCCL for everything; threads only where it is faster.
-    void make_communicator() {
-        if (world() == 1) return;
+    /// From which sizes on messages go another way. In a batch-invariant context none does: through the mailboxes, in one
+    /// stage.
+    void choose_ways() {
+        if (options_.batch_invariant) return;
         nccl_from_bytes_ = agreed_bytes("LATENT_MOE_NCCL_FROM_BYTES", world() == 2 ? nccl_pays_from_bytes : INT64_MAX);
         nccl_from_bytes_ = std::min(nccl_from_bytes_, options_.other_reducer_from_bytes);
         bulk_from_bytes_ = agreed_bytes("LATENT_MOE_BULK_FROM_BYTES", bulk_pays_from_bytes);
         one_stage_bytes_ = agreed_bytes("LATENT_MOE_ONE_STAGE_BYTES", vendor::one_stage_bytes(world()));
+    }
+
+    /// Processes need NCCL for everything; threads only where it is faster.
+    void make_communicator() {
+        if (world() == 1) return;
+        choose_ways();
         const bool pays =
             block_tokens_ * shape_.hidden * static_cast<std::int64_t>(bytes_of(shape_.activations)) >= nccl_from_bytes_;
         const bool window_needs_none = (topology_.one_process && topology_.peer_access) ||

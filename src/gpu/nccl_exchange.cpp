@@ -49,8 +49,13 @@ private:
 }  // namespace
 
 NcclExchange::NcclExchange(NcclCommunicator& communicator, const Shape& shape, int rank, int world,
-                           std::int64_t block_tokens)
-    : communicator_(communicator), shape_(shape), rank_(rank), world_(world), block_tokens_(block_tokens) {
+                           std::int64_t block_tokens, bool all_sums_ours)
+    : communicator_(communicator),
+      shape_(shape),
+      rank_(rank),
+      world_(world),
+      block_tokens_(block_tokens),
+      all_sums_ours_(all_sums_ours) {
     acquire_workspace();
 }
 
@@ -90,7 +95,7 @@ Matrix NcclExchange::staging(const ConstMatrix& like, std::int64_t first, std::i
 
 void NcclExchange::all_reduce(const ConstMatrix& in, const Matrix& out, cudaStream_t stream) {
     if (in.rows == 0) return;
-    if (world_ == 2) {
+    if (world_ == 2 && !all_sums_ours_) {
         const Matrix staged = staging(in, 0, in.rows);
         if (!is_contiguous(in)) copy(in, staged, stream);
         const ConstMatrix from = is_contiguous(in) ? in : staged;

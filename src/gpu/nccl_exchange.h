@@ -1,5 +1,6 @@
 // The collectives where ranks have no peer window, or are so large that NCCL moves them faster: NCCL carries the bytes, the
-// sums stay ours. A sum of two summands has only one order, so two ranks use NCCL's own all-reduce.
+// sums stay ours. A sum of two summands has only one order, so two ranks use NCCL's own all-reduce; how often that rounds
+// may depend on the size, so not in a batch-invariant context.
 //
 //     all-reduce = reduce-scatter by rows (send and receive, then Σ in rank order) + all-gather by rows
 //
@@ -18,7 +19,9 @@ namespace latent_moe::gpu {
 
 class NcclExchange {
 public:
-    NcclExchange(NcclCommunicator& communicator, const Shape& shape, int rank, int world, std::int64_t block_tokens);
+    /// `all_sums_ours`: NCCL's own all-reduce is not used.
+    NcclExchange(NcclCommunicator& communicator, const Shape& shape, int rank, int world, std::int64_t block_tokens,
+                 bool all_sums_ours);
 
     void acquire_workspace();
     /// One small to large collective of each kind. NCCL connects peers when a collective first needs it, which a capture
@@ -43,6 +46,7 @@ private:
     int rank_;
     int world_;
     std::int64_t block_tokens_;
+    bool all_sums_ours_;
     DeviceMemory staging_;   // [block tokens · ranks, widest]: a token-parallel block is cut from every rank's tokens
     DeviceMemory received_;  // every rank's summand of this rank's rows
 };

@@ -6,6 +6,7 @@
 #include "gpu/kernels/convert.h"
 #include "gpu/kernels/finish_product.h"
 #include "gpu/kernels/kernels.h"
+#include "gpu/kernels/ordered_projection.h"
 #include "gpu/kernels/packed_layout.h"
 #include "gpu/kernels/row_exchange.h"
 #include "gpu/kernels/sum_rows.h"
@@ -145,8 +146,8 @@ void load_projections(const Shape& shape, std::int64_t n, const std::byte* x, st
 
 }  // namespace
 
-void warm_up(const Shape& shape, const GpuLane::Parts& parts, std::int64_t shard_rows, FaultRecord* record,
-             cudaStream_t stream) {
+void warm_up(const Shape& shape, const GpuLane::Parts& parts, std::int64_t shard_rows, bool batch_invariant,
+             FaultRecord* record, cudaStream_t stream) {
     const Dtype dtype = shape.activations;
     const std::int64_t widest = std::max(shape.hidden, shape.latent);
     const std::size_t matrix_bytes = static_cast<std::size_t>(rows * widest) * sizeof(float);
@@ -161,6 +162,15 @@ void warm_up(const Shape& shape, const GpuLane::Parts& parts, std::int64_t shard
     check(widen_rows({x}, dtype, sums, Dtype::f32, 1, shape.latent, stream), "widening kernel");
     check(finish_product({.sums = sums, .out = {y}, .tokens = 1, .width = shape.latent, .dtype = dtype}, stream),
           "epilogue kernel");
+    if (batch_invariant) {
+        check(ordered_projection({.x = {x},
+                                  .w = x,
+                                  .weight_dtype = dtype,
+                                  .latent = 8,
+                                  .finish = {.out = {y}, .tokens = 1, .width = 8, .dtype = dtype}},
+                                 stream),
+              "projection kernel");
+    }
     check(sum_rows({.x = {{x}}, .world = 1, .y = {y}, .tokens = 1, .width = shape.latent, .dtype = dtype}, stream),
           "sum kernel");
     const void* gamma = shape.norm == Norm::rms ? x : nullptr;

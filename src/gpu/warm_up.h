@@ -10,7 +10,7 @@ namespace latent_moe::gpu {
 
 /// Kernels that exchange are launched on a window whose fault word is set, so they leave at once; `record` gets their
 /// report.
-void warm_up(const Shape& shape, const GpuLane::Parts& parts, std::int64_t shard_rows, FaultRecord* record,
-             cudaStream_t stream);
+void warm_up(const Shape& shape, const GpuLane::Parts& parts, std::int64_t shard_rows, bool batch_invariant,
+             FaultRecord* record, cudaStream_t stream);
 
 }  // namespace latent_moe::gpu

@@ -1,7 +1,9 @@
 // Checks and times whole tails on GPUs through the public API, against core/reference.h. Ranks are threads of this process,
 // one GPU each or several on one; with MPI (backend_check_mpi under mpirun) they are processes.
 //
-//     backend_check [ranks=2,3,4,8] [only=TEXT] [check] [time]           default: check time
+//     backend_check [ranks=2,3,4,8] [only=TEXT] [check] [batches] [time]           default: check time
+//
+// `batches`: batch-invariant contexts, 1 to 130 and more tokens, rows compared bit by bit with those of the largest call.
 //
 // Every case: each tail that may run, each number of tokens; eager twice, then captured and replayed with inputs that
 // change; ranks and repeats must agree in every bit. Exit status 0: all passed. The last lines are a table.
@@ -50,6 +52,7 @@ struct Case {
     bool strided = false;     ///< rows of inputs and outputs are not contiguous
     bool shard_only = false;  ///< ranks give their own rows of W_up; seal gathers the rest
     bool suspend = false;
+    bool batch_invariant = false;
 };
 
 constexpr std::int64_t padding = 16;
@@ -379,11 +382,92 @@ void check_rank(const Case& c, const Bootstrap& boot, Shared& shared) {
     meet(boot);
 }
 
+/// How many rows have other bits than in a call of `most` tokens: calls of 1 to 130 and some more tokens, from both ends.
+int rows_that_differ(const Case& c, const Weights& weights, const Bootstrap& boot, Tail tail, bool batch_invariant) {
+    constexpr std::int64_t most = 1024;
+    Options options{.backend = "cuda", .max_tokens = most, .timeout_ms = 8000, .keep_whole_weights = true, .tail = tail};
+    options.batch_invariant = batch_invariant;
+    options.cpu_threads = 1;
+    Context context = Context::create(c.shape, boot, options);
+    const Layer layer = weights.add_to(context, c, 3);
+    context.seal();
+    const gpu::Stream stream_owner = gpu::make_stream();
+    const cudaStream_t stream = stream_owner.get();
+    const Dtype dtype = c.shape.activations;
+    Tensor routed(most, c.shape.latent, dtype);
+    Tensor partial(most, c.shape.hidden, dtype);
+    Tensor prefix(most, c.shape.hidden, dtype);
+    Tensor out(most, c.shape.hidden, dtype);
+    fill_partial(routed.view(), draw_key(5, Draw::routed, 0), boot.rank, boot.world);
+    fill_partial(partial.view(), draw_key(5, Draw::shared, 0), boot.rank, boot.world);
+    fill_normal(prefix.view(), draw_key(5, Draw::prefix, 0), 1);
+    for (const Tensor* each : {&routed, &partial, &prefix}) each->upload(stream);
+    const auto bits_of = [&](std::int64_t first, std::int64_t tokens) {
+        const auto rows = [&](const Tensor& tensor) {
+            return ConstRows(tensor.data() + first * tensor.stride * static_cast<std::int64_t>(bytes_of(dtype)),
+                             tensor.stride);
+        };
+        out.poison(stream);
+        check(cudaStreamSynchronize(stream), "poison");
+        meet(boot);
+        require(layer.run(tail, {.routed = rows(routed), .shared = rows(partial), .prefix = rows(prefix), .tokens = tokens},
+                          {out.data(), out.stride}, stream),
+                c.name);
+        check(cudaStreamSynchronize(stream), c.name.c_str());
+        if (const auto fault = context.poll_fault()) throw Error(StatusCode::internal, fault->message);
+        check(cudaMemcpy(out.host.data(), out.data(), out.host.size() / most * static_cast<std::size_t>(tokens),
+                         cudaMemcpyDeviceToHost),
+              "download");
+        std::vector<std::byte> bits = out.bits(tokens);
+        if (!same_everywhere(boot, hash_of(bits)))
+            failed(fmt::format("{} {} M={}: ranks differ", c.name, name(tail), tokens));
+        return bits;
+    };
+    const std::vector<std::byte> whole = bits_of(0, most);
+    const std::size_t row = whole.size() / most;
+    std::vector<std::int64_t> sizes = {257, 600, 1000};
+    for (std::int64_t size = 130; size > 0; --size) sizes.push_back(size);
+    int differ = 0;
+    for (const std::int64_t size : sizes) {
+        for (const std::int64_t first : {std::int64_t{0}, most - size}) {
+            const std::vector<std::byte> bits = bits_of(first, size);
+            for (std::int64_t m = 0; m < size; ++m) {
+                const bool same = std::memcmp(bits.data() + static_cast<std::size_t>(m) * row,
+                                              whole.data() + static_cast<std::size_t>(first + m) * row, row) == 0;
+                if (same || differ++ > 0 || !batch_invariant) continue;
+                failed(fmt::format("{} {}: row {} as row {} of {} on rank {}", c.name, name(tail), first + m, m, size,
+                                   boot.rank));
+            }
+        }
+    }
+    meet(boot);
+    return differ;
+}
+
+void check_batches(const Case& c, const Bootstrap& boot, const Weights& weights) {
+    const gpu::CurrentDevice device(boot.rank % devices());
+    std::vector<Tail> tails = {Tail::replicated, Tail::overlap, Tail::column_parallel, Tail::token_parallel};
+    if (c.shape.norm == Norm::none) tails.push_back(Tail::late_reduce);
+    if (c.world == 1) tails = {Tail::replicated};
+    for (const Tail tail : tails) {
+        const int with = rows_that_differ(c, weights, boot, tail, true);
+        const int without = rows_that_differ(c, weights, boot, tail, false);
+        if (boot.rank != 0) continue;
+        const std::lock_guard lock(print_mutex);
+        table.push_back(fmt::format("{:<24} {:<16} rows with other bits: {} in the mode, {} without it", c.name, name(tail),
+                                    with, without));
+        fmt::print("{}\n", table.back());
+        std::fflush(stdout);
+    }
+}
+
 /// Microseconds a layer: a graph of layers with distinct weights, so that they are in no cache; inputs stay in place.
 void time_rank(const Bootstrap& boot, const Case& c, int layer_count) {
     const gpu::CurrentDevice device(boot.rank % devices());
     Options options{.backend = "cuda", .max_tokens = c.tokens.back(), .timeout_ms = 20'000, .keep_whole_weights = true};
     options.cpu_threads = 1;
+    options.batch_invariant = c.batch_invariant;
+    if (c.batch_invariant) options.tail = Tail::column_parallel;
     Context context = Context::create(c.shape, boot, options);
     std::vector<Layer> layers;
     const Weights weights(c, 1);  // equal bits in distinct memory serve as well
@@ -432,11 +516,13 @@ void time_rank(const Bootstrap& boot, const Case& c, int layer_count) {
                     {out.data()}, stream);
             };
         };
-        measure("replicated", tail_call(Tail::replicated, false));
-        measure("overlap", tail_call(Tail::overlap, false));
+        if (!c.batch_invariant) {
+            measure("replicated", tail_call(Tail::replicated, false));
+            measure("overlap", tail_call(Tail::overlap, false));
+        }
         measure("column", tail_call(Tail::column_parallel, false));
         measure("column(consume)", tail_call(Tail::column_parallel, true));
-        measure("token", tail_call(Tail::token_parallel, false));
+        if (!c.batch_invariant) measure("token", tail_call(Tail::token_parallel, false));
         const gpu::DeviceMemory gamma(static_cast<std::size_t>(c.shape.latent) * 4, "gamma");
         check(cudaMemset(gamma.get(), 0x3c, gamma.bytes()), "cudaMemset");
         measure("| reduce+norm", [&](const Layer&) {
@@ -620,6 +706,36 @@ std::vector<Case> all_cases(const std::vector<int>& worlds) {
     return cases;
 }
 
+std::vector<Case> batch_cases(const std::vector<int>& worlds) {
+    std::vector<Case> cases;
+    for (const int world : worlds) {
+        const auto add = [&](const char* what, const Shape& shape, Dtype weights, bool row_scales) {
+            if (shape.hidden % world != 0) return;
+            cases.push_back({.name = fmt::format("tp{} {} in batches", world, what),
+                             .shape = shape,
+                             .world = world,
+                             .weights = weights,
+                             .row_scales = row_scales});
+        };
+        const Shape small{.hidden = 1536, .latent = 512};
+        Shape plain = small;
+        plain.norm = Norm::none;
+        Shape half = small;
+        half.activations = Dtype::f16;
+        Shape single = small;
+        single.activations = Dtype::f32;
+        add("1536x512", small, Dtype::bf16, false);
+        if (world <= 2) add("kimi-k3", *shape_preset("kimi-k3"), Dtype::bf16, false);
+        if (world > 3) continue;
+        add("no norm", plain, Dtype::bf16, false);
+        add("f16", half, Dtype::f16, false);
+        add("f32", single, Dtype::f32, false);
+        add("f32 weights", small, Dtype::f32, false);
+        add("e4m3 row scales", small, Dtype::e4m3, true);
+    }
+    return cases;
+}
+
 using Runner = std::function<void(int world, const std::function<void(const Bootstrap&)>&)>;
 
 int run_all(int argc, char** argv, const std::vector<int>& default_worlds, bool prints, bool has_fresh_ranks,
@@ -627,6 +743,7 @@ int run_all(int argc, char** argv, const std::vector<int>& default_worlds, bool 
     std::vector<int> worlds = default_worlds;
     std::string only;
     bool checks = false;
+    bool batches = false;
     bool times = false;
     for (int i = 1; i < argc; ++i) {
         const std::string argument = argv[i];
@@ -638,11 +755,13 @@ int run_all(int argc, char** argv, const std::vector<int>& default_worlds, bool 
             only = argument.substr(5);
         } else if (argument == "check") {
             checks = true;
+        } else if (argument == "batches") {
+            batches = true;
         } else if (argument == "time") {
             times = true;
         }
     }
-    if (!checks && !times) checks = times = true;
+    if (!checks && !batches && !times) checks = times = true;
     for (const Case& c : checks ? all_cases(worlds) : std::vector<Case>{}) {
         if (c.name.find(only) == std::string::npos) continue;
         Shared shared;
@@ -671,14 +790,26 @@ int run_all(int argc, char** argv, const std::vector<int>& default_worlds, bool 
             }
         }
     }
+    for (const Case& c : batches ? batch_cases(worlds) : std::vector<Case>{}) {
+        if (c.name.find(only) == std::string::npos) continue;
+        try {
+            const Weights weights(c, 1);
+            runner(c.world, [&](const Bootstrap& boot) { check_batches(c, boot, weights); });
+        } catch (const std::exception& error) {
+            failed(fmt::format("{}: {}", c.name, error.what()));
+        }
+    }
     for (const int world : times ? worlds : std::vector<int>{}) {
         if (world > devices()) continue;
         try {
-            const Case c{.name = fmt::format("tp{} kimi-k3", world),
-                         .shape = *shape_preset("kimi-k3"),
-                         .world = world,
-                         .tokens = {1, 4, 8, 16, 64, 128, 256, 1024, 4096}};
-            runner(world, [&](const Bootstrap& boot) { time_rank(boot, c, 12); });
+            for (const bool batch_invariant : {false, true}) {
+                const Case c{.name = fmt::format("tp{} kimi-k3{}", world, batch_invariant ? " batch-invariant" : ""),
+                             .shape = *shape_preset("kimi-k3"),
+                             .world = world,
+                             .tokens = {1, 4, 8, 16, 64, 128, 256, 1024, 4096},
+                             .batch_invariant = batch_invariant};
+                runner(world, [&](const Bootstrap& boot) { time_rank(boot, c, 12); });
+            }
         } catch (const std::exception& error) {
             failed(fmt::format("timing: {}", error.what()));
         }

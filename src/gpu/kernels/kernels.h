@@ -98,8 +98,8 @@ struct PackWeights {
 cudaError_t pack_weights(const PackWeights& op, cudaStream_t stream);
 
 /// c = round(addend + scale · A · Wᵀ), and with a prefix c = round(c + prefix); A is [tokens, K], W is [N, K] packed, sums
-/// are float32 in an order that depends on K and N alone, never on `tokens`' neighbours or on timing. `c` may be exactly
-/// `addend` (accumulate in place) or `prefix`; without an addend c = round(scale · A · Wᵀ).
+/// are float32 in an order that depends on K, N and the class of `tokens` (up to 8, 16, 32, 64), never on a row's neighbours
+/// or on timing. `c` may be exactly `addend` (accumulate in place) or `prefix`; without an addend c = round(scale · A · Wᵀ).
 struct SkinnyProjection {
     ConstRows a;
     const void* packed = nullptr;
@@ -113,8 +113,9 @@ struct SkinnyProjection {
     std::int64_t latent = 0;               ///< K
     Dtype dtype = Dtype::bf16;             ///< bf16 or f16: of A, W and C
     bool dependent_launch = false;
-    int early_ctas = max_grid;  ///< a larger grid does not start early: it would keep others out while it waits
-    bool portable = false;      ///< use the kernel for every architecture where the wgmma kernel would run
+    int early_ctas = max_grid;     ///< a larger grid does not start early: it would keep others out while it waits
+    bool portable = false;         ///< use the kernel for every architecture where the wgmma kernel would run
+    bool batch_invariant = false;  ///< sum in the order of 64 tokens, however few there are
 };
 cudaError_t skinny_projection(const SkinnyProjection& op, cudaStream_t stream);
 

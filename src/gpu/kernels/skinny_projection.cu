@@ -11,8 +11,9 @@
 //
 // Everywhere else: a CTA owns 32 rows, its eight warps split K, operands go straight from global memory to mma.sync.
 //
-// No thread waits for another cluster, so any number of CTAs is right. The sums' order is fixed by (N, K) and by the token
-// class (up to 8, 16, 32, 64): no atomics, the same bits on every run.
+// No thread waits for another cluster, so any number of CTAs is right. The sums' order is fixed: no atomics, the same bits
+// on every run. Hopper's depends on (N, K) and on the token class (up to 8, 16, 32, 64), by teams and chains; the other's on
+// K alone. In neither does it depend on where among the tokens a row is (docs/decisions/0013).
 #include <algorithm>
 #include <atomic>
 
@@ -458,10 +459,11 @@ cudaError_t launch_tokens(const Params& p, int device, bool hopper, bool depende
 }
 
 template <Dtype dtype>
-cudaError_t launch_dtype(const Params& p, int device, bool hopper, bool dependent, cudaStream_t stream) {
-    if (p.tokens <= 8) return launch_tokens<dtype, 8>(p, device, hopper, dependent, stream);
-    if (p.tokens <= 16) return launch_tokens<dtype, 16>(p, device, hopper, dependent, stream);
-    if (p.tokens <= 32) return launch_tokens<dtype, 32>(p, device, hopper, dependent, stream);
+cudaError_t launch_dtype(const Params& p, int device, bool hopper, bool one_class, bool dependent, cudaStream_t stream) {
+    const int tokens = hopper && one_class ? 64 : p.tokens;
+    if (tokens <= 8) return launch_tokens<dtype, 8>(p, device, hopper, dependent, stream);
+    if (tokens <= 16) return launch_tokens<dtype, 16>(p, device, hopper, dependent, stream);
+    if (tokens <= 32) return launch_tokens<dtype, 32>(p, device, hopper, dependent, stream);
     return launch_tokens<dtype, 64>(p, device, hopper, dependent, stream);
 }
 
@@ -497,8 +499,9 @@ cudaError_t skinny_projection(const SkinnyProjection& op, cudaStream_t stream) {
         if (const cudaError_t e = has_hopper_kernel(device, hopper); e != cudaSuccess) return e;
     }
     switch (op.dtype) {
-        case Dtype::bf16: return launch_dtype<Dtype::bf16>(p, device, hopper, op.dependent_launch, stream);
-        case Dtype::f16: return launch_dtype<Dtype::f16>(p, device, hopper, op.dependent_launch, stream);
+        case Dtype::bf16:
+            return launch_dtype<Dtype::bf16>(p, device, hopper, op.batch_invariant, op.dependent_launch, stream);
+        case Dtype::f16: return launch_dtype<Dtype::f16>(p, device, hopper, op.batch_invariant, op.dependent_launch, stream);
         default: return cudaErrorInvalidValue;
     }
 }

@@ -3,7 +3,8 @@
 //     CTA t, wave v    16 rows of W, blocks v, v + 8, … ── registers ──▶ MFMA with A's rows, straight from L2
 //     CTA t, all       Σ of the waves' parts in LDS, in their order; scale, addend, prefix ──▶ C
 //
-// Nobody waits for another CTA. The sums' order depends on K alone: the same bits on every run.
+// Nobody waits for another CTA. The sums' order depends on K alone: the same bits on every run, and for every number of
+// tokens, so `batch_invariant` asks for nothing here.
 #include "gpu/kernels/mfma_tile.cuh"
 #include "gpu/kernels/projection.cuh"
 #include "gpu/primitives/launch.h"

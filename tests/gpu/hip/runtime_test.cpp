@@ -166,6 +166,68 @@ TEST(HipBackend, SendsLargeSummandsThroughRccl) {
     EXPECT_EQ(count_matching(lines, "3sumILNS_5DtypeE0E"), 3 * 2) << "sums in rank order are our own";
 }
 
+/// What would send even small summands in every other way.
+struct EveryOtherWay {
+    Setting nccl{"LATENT_MOE_NCCL_FROM_BYTES", "1"}, bulk{"LATENT_MOE_BULK_FROM_BYTES", "1"},
+        two_stages{"LATENT_MOE_ONE_STAGE_BYTES", "1"};
+};
+
+Options batch_invariant(const Problem& problem, Tail tail) {
+    Options options = hip_options(problem);
+    options.batch_invariant = true;
+    options.tail = tail;
+    return options;
+}
+
+TEST(HipBackend, MultipliesAndSendsInOneWayOnlyWhereThatIsToBeBatchInvariant) {
+    const EveryOtherWay other_way;
+    for (const Tail tail : {Tail::replicated, Tail::overlap, Tail::column_parallel, Tail::token_parallel}) {
+        const Problem problem(3, 300, {.hidden = 1344, .latent = 96, .prefix = false});
+        const auto lines = calls_of(tail, problem, batch_invariant(problem, tail));
+        EXPECT_EQ(count_matching(lines, "hipblasLtMatmul|nccl|exchange_bulk|two_stage"), 0) << joined(lines);
+        const int chunks = tail == Tail::token_parallel ? 2 : 5;  // of 64 tokens: of a rank's own, or of all
+        EXPECT_EQ(count_matching(lines, "^launch .*7projectI"), 3 * chunks) << name(tail);
+        Options options = batch_invariant(problem, tail);
+        options.batch_invariant = false;
+        EXPECT_GT(count_matching(calls_of(tail, problem, options), "hipblasLtMatmul|nccl|exchange_bulk|two_stage"), 0);
+    }
+    const Problem wide(2, 300, {.hidden = 1344, .latent = 96, .dtype = Dtype::f32, .weight_dtype = Dtype::f32});
+    const auto lines = calls_of(Tail::column_parallel, wide, batch_invariant(wide, Tail::column_parallel));
+    EXPECT_EQ(count_matching(lines, "^launch .*8multiplyI"), 2) << joined(lines);
+    EXPECT_EQ(count_matching(lines, "hipblasLtMatmul"), 0) << joined(lines);
+}
+
+TEST(HipBackend, AddsOnItsOwnEvenAtTwoRanksWhereThatIsToBeBatchInvariant) {
+    const Problem problem(2, 6, kimi_like);
+    Options options = batch_invariant(problem, Tail::replicated);
+    options.custom_all_reduce = false;  // so RCCL carries everything
+    const auto lines = calls_of(Tail::replicated, problem, options);
+    EXPECT_EQ(count_matching(lines, "^ncclAllReduce"), 0) << joined(lines);
+    EXPECT_EQ(count_matching(lines, "3sumILNS_5DtypeE0E"), 2 * 2) << joined(lines);
+    options.batch_invariant = false;
+    EXPECT_EQ(count_matching(calls_of(Tail::replicated, problem, options), "^ncclAllReduce"), 2 * 2);
+}
+
+TEST(HipBackend, SaysWhatCannotBeBatchInvariant) {
+    const Problem problem(2, 4, kimi_like);
+    const auto why_not = [&](const Options& options) {
+        std::string why;
+        on_ranks(2, [&](const Bootstrap& bootstrap) {
+            try {
+                make_context(problem, bootstrap, options);
+            } catch (const Error& error) {
+                if (bootstrap.rank == 0) why = error.what();
+            }
+        });
+        return why;
+    };
+    EXPECT_NE(why_not(batch_invariant(problem, Tail::fused)).find("how its kernel cuts a product depends on the number"),
+              std::string::npos);
+    Options options = batch_invariant(problem, Tail::replicated);
+    options.other_reducer_from_bytes = 1 << 20;
+    EXPECT_NE(why_not(options).find("batch_invariant: from other_reducer_from_bytes on"), std::string::npos);
+}
+
 TEST(HipBackend, AsksRcclForACommunicatorOfItsOwn) {
     const Setting everything("LATENT_MOE_NCCL_FROM_BYTES", "1");
     const Problem problem(2, 4, kimi_like);

@@ -25,7 +25,7 @@ Windows Gpus::windows(std::int64_t slot_bytes, std::int64_t behind) const {
 }
 
 Gpus::Gpus(int world, const Shape& shape, const Wires& wires, Grid grid, std::int64_t block_tokens,
-           const WeightView& weights, const void* gamma)
+           const WeightView& weights, const void* gamma, bool batch_invariant)
     : shape_(shape),
       wires_(wires),
       grid_(grid),
@@ -39,18 +39,22 @@ Gpus::Gpus(int world, const Shape& shape, const Wires& wires, Grid grid, std::in
       fused_(windows(0, fused_tail_region_bytes(fused_shape_))) {
     for (int r = 0; r < world; ++r) {
         for (Windows* each : {&main_, &side_}) check(reset_bulk(each->base(r), bulk_, nullptr), "reset of bulk");
-        check(reset_fused_tail(static_cast<std::byte*>(fused_.base(r)) + control_bytes, nullptr, fused_shape_, nullptr),
-              "reset");
-        const GpuPackedLayer::Wish wish{.own = OwnColumns(shape.hidden, world).of(r), .whole = true, .plain = true};
+        if (shape.hidden % (8 * world) == 0) {
+            check(reset_fused_tail(static_cast<std::byte*>(fused_.base(r)) + control_bytes, nullptr, fused_shape_, nullptr),
+                  "reset");
+        }
+        const TokenRange own = OwnColumns(shape.hidden, world).of(r);
+        const GpuPackedLayer::Wish wish{.own = own, .whole = true, .plain = !batch_invariant || own.count % 8 != 0};
         const std::int64_t rows = block_tokens_;
-        ranks_.push_back(std::make_unique<Rank>(
-            Rank{.layer = {shape, wish, weights, gamma, nullptr},
-                 .product = {shape, Bootstrap{.rank = r, .world = world}, rows, {shape.hidden / world, shape.hidden}},
-                 .latent = rows_of(rows, shape.latent, shape),
-                 .product_out = rows_of(rows, shape.hidden, shape),
-                 .shared = rows_of(rows, shape.hidden, shape),
-                 .spare = rows_of(rows, shape.hidden, shape),
-                 .fused = {static_cast<std::size_t>(fused_tail_workspace_bytes(fused_shape_)), "fused tail"}}));
+        ranks_.push_back(std::make_unique<Rank>(Rank{
+            .layer = {shape, wish, weights, gamma, nullptr},
+            .product =
+                {shape, Bootstrap{.rank = r, .world = world}, rows, {shape.hidden / world, shape.hidden}, batch_invariant},
+            .latent = rows_of(rows, shape.latent, shape),
+            .product_out = rows_of(rows, shape.hidden, shape),
+            .shared = rows_of(rows, shape.hidden, shape),
+            .spare = rows_of(rows, shape.hidden, shape),
+            .fused = {static_cast<std::size_t>(fused_tail_workspace_bytes(fused_shape_)), "fused tail"}}));
         ranks_.back()->product.prepare(ranks_.back()->layer);
     }
 }

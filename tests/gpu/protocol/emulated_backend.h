@@ -30,7 +30,7 @@ class Gpus {
 public:
     /// `grid`: the CTAs that wait for peers at most, and their threads.
     Gpus(int world, const Shape& shape, const Wires& wires, Grid grid, std::int64_t block_tokens, const WeightView& weights,
-         const void* gamma);
+         const void* gamma, bool batch_invariant = false);
 
     int world() const { return static_cast<int>(ranks_.size()); }
     FaultRecord& fault(int rank, bool side) { return (side ? side_ : main_).record(rank); }
