@@ -31,6 +31,7 @@ public:
     /// Of its part of the window: a head like every window's (window.h), and its mailboxes.
     std::int64_t window_bytes() const noexcept;
     std::size_t workspace_bytes() const noexcept { return workspace_.bytes(); }
+    void release_workspace() noexcept { workspace_ = {}; }
     void reset(void* base, cudaStream_t stream) const;
 
     /// `exchange.window` has this part's bases. `overlaps`: the kernel may start early and let its successor do so, where

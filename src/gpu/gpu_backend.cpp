@@ -213,6 +213,7 @@ public:
         nccl_exchange_.reset();
         peer_memory_.reset();
         product_->release_workspace();
+        if (fused_) fused_->release_workspace();
         if (check_) check_->release();
         latent_ = {};
         product_out_ = {};
@@ -223,7 +224,7 @@ public:
 
     std::size_t workspace_bytes() const noexcept override {
         return latent_.bytes() + product_out_.bytes() + shared_.bytes() + combined_.bytes() + product_->workspace_bytes() +
-               (check_ ? check_->workspace_bytes() : 0) +
+               (fused_ ? fused_->workspace_bytes() : 0) + (check_ ? check_->workspace_bytes() : 0) +
                (peer_memory_ != nullptr && has_window() ? static_cast<std::size_t>(all_window_bytes()) : 0) +
                (nccl_exchange_ != nullptr ? nccl_exchange_->workspace_bytes() : 0);
     }
