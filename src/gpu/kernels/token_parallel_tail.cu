@@ -791,34 +791,6 @@ cudaError_t reset_token_parallel_tail(void* region, void* workspace, const Token
     return cudaMemsetAsync(workspace, 0, static_cast<std::size_t>(token_parallel_workspace_bytes(shape)), stream);
 }
 
-namespace {
-
-template <int tile_columns>
-constexpr int shared_bytes = TileProduct<tile_columns>::shared_bytes + 1024 + 2 * staged_units * 512;
-
-}  // namespace
-
-cudaError_t prepare_token_parallel_tail() {
-    int device = 0, major = 0;
-    if (const cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-    if (const cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device); e != cudaSuccess)
-        return e;
-    if (major != 9) return cudaErrorNotSupported;
-    const auto prepare = [](auto kernel, int shared) {
-        cudaFuncAttributes attributes{};
-        if (const cudaError_t e = cudaFuncGetAttributes(&attributes, kernel); e != cudaSuccess) return e;
-        if (attributes.ptxVersion != 90) return cudaErrorNotSupported;
-        return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-    };
-    for (const cudaError_t e : {prepare(finish_own_tokens<128, true>, shared_bytes<128>),
-                                prepare(finish_own_tokens<128, false>, shared_bytes<128>),
-                                prepare(finish_own_tokens<256, true>, shared_bytes<256>),
-                                prepare(finish_own_tokens<256, false>, shared_bytes<256>)}) {
-        if (e != cudaSuccess) return e;
-    }
-    return cudaSuccess;
-}
-
 TokenParallelPlan plan_token_parallel_tail(const TokenParallelShape& shape, std::int64_t tokens, int max_ctas) {
     const std::int64_t own = (tokens + shape.world - 1) / shape.world;
     const auto blocks = static_cast<int>((own + shape.block_rows - 1) / shape.block_rows);
@@ -891,14 +863,20 @@ cudaError_t token_parallel_tail(const TokenParallelTail& tail, cudaStream_t stre
         error != cudaSuccess)
         return error;
     const auto go = [&](auto kernel, int shared) {
+        shared += 1024 + 2 * staged_units * 512;
+        if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+            error != cudaSuccess)
+            return error;
         return launch({.grid = plan.grid, .block = tile_threads, .cluster = 2, .shared_bytes = shared, .stream = stream},
                       kernel, p, map);
     };
     const bool few = s.world <= 2 || !p.shared.data;
-    if (plan.tile_columns == 256)
-        return few ? go(finish_own_tokens<256, true>, shared_bytes<256>)
-                   : go(finish_own_tokens<256, false>, shared_bytes<256>);
-    return few ? go(finish_own_tokens<128, true>, shared_bytes<128>) : go(finish_own_tokens<128, false>, shared_bytes<128>);
+    if (plan.tile_columns == 256) {
+        constexpr int shared = TileProduct<256>::shared_bytes;
+        return few ? go(finish_own_tokens<256, true>, shared) : go(finish_own_tokens<256, false>, shared);
+    }
+    constexpr int shared = TileProduct<128>::shared_bytes;
+    return few ? go(finish_own_tokens<128, true>, shared) : go(finish_own_tokens<128, false>, shared);
 }
 
 }  // namespace latent_moe::gpu

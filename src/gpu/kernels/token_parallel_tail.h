@@ -14,9 +14,6 @@
 
 namespace latent_moe::gpu {
 
-/// Once per device, before the first call: kernels loaded, shared memory allowed. cudaErrorNotSupported: none for it here.
-cudaError_t prepare_token_parallel_tail();
-
 /// What decides how the region is laid out: the same on every rank, and for every call of a context.
 struct TokenParallelShape {
     std::int64_t hidden;
