@@ -497,9 +497,6 @@ class Results(Case):
             self.refuse(2, [f"which the {what} are read from"], "run", *read, "--out", out)
         self.assertEqual(shard.read_bytes(), held)
 
-    def test_processes_of_a_launcher_are_ranks(self):
-        self.refuse(2, ["one of 2 processes", "expected --ranks processes"], "verify", *SMALL, environment={"OMPI_COMM_WORLD_SIZE": "2"})
-
     def test_tune_verifies_what_it_chose(self):
         done = self.call("tune", *SMALL, "--tp", 2, "--tokens", "1,8,64", "--layers", 1, "--repeats", 1, "--threads", 1, "--verify", 5, "--json", "-")
         verified = json.loads(done.stdout)["verified"]
@@ -658,15 +655,64 @@ class Processes(Case):
                 self.assertEqual(len(lines), 1, done.stderr)
                 self.assertIn(part, lines[0])
 
-    def test_different_arguments_end_in_one_error(self):
-        ranks = ["run", *SMALL, "--timeout-ms", 1500, "--ranks", "processes"]
-        two_command_lines = [*ranks, "--no-check", ":", "-n", "1", PROGRAM, *ranks]
-        launcher = [MPIRUN, "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else []), "-n", "1"]
-        done = self.call(*two_command_lines, launcher=launcher, environment={"ASAN_OPTIONS": "detect_leaks=0"})
+    def each(self, first, second, folders=(".", ".")):
+        """A job of two processes with a command line and a folder each."""
+        mpirun = [MPIRUN, "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+        first, second = (list(map(str, each)) for each in (first, second))
+        both = [*first, ":", "-wdir", str(self.folder / folders[1]), "-n", "1", PROGRAM, *second]
+        return self.call(*both, launcher=[*mpirun, "-wdir", str(self.folder / folders[0]), "-n", "1"],
+                         environment={"ASAN_OPTIONS": "detect_leaks=0"})
+
+    def refuse_both(self, parts, *jobs, **more):
+        done = self.each(*jobs, **more)
         self.assertEqual(done.returncode, 2, done.stderr)
         lines = self.error_lines(done)
         self.assertEqual(len(lines), 1, done.stderr)
-        self.assertIn("expected the same arguments for all", lines[0])
+        for part in parts:
+            self.assertIn(part, lines[0])
+
+    def test_different_arguments_end_in_one_error(self):
+        ranks = ["run", *SMALL, "--timeout-ms", 1500, "--ranks", "processes"]
+        same = "expected the same arguments for all"
+        self.refuse_both(["rank 1 was started with", "rank 0 with", "--no-check", same], [*ranks, "--no-check"], ranks)
+        self.refuse_both(["--latent 128", same], ranks, [*ranks[:4], 128, *ranks[5:]])
+        self.refuse_both(["rank 1 was started with 'run --help'", same], ranks, ["run", "--help"])
+
+    def test_an_error_of_one_rank_is_told_with_its_number(self):
+        ranks = ["run", *SMALL, "--timeout-ms", 1500, "--ranks", "processes"]
+        self.refuse_both(["error: rank 1: ", "--bogus"], ranks, [*ranks, "--bogus"])
+        self.refuse_both(["error: rank 1: --ranks is threads"], ranks, ranks[:-2])
+        self.refuse_both(["error: The following", "--bogus"], [*ranks, "--bogus"], ranks)
+        for folder in ("there", "away"):
+            (self.folder / folder).mkdir()
+        self.succeed("synthesize", *SMALL, "--inputs-out", self.path("there/inputs"), "--tp", 2, "--tokens", 6)
+        read = [*ranks, "--inputs", "inputs"]
+        self.refuse_both(["error: rank 1: inputs: cannot open"], read, read, folders=("there", "away"))
+        self.refuse_both(["error: inputs: cannot open"], read, read, folders=("away", "there"))
+
+    def test_a_stopped_rank_does_not_keep_the_others_for_ever(self):
+        # Rank 1 stops while rank 0 works alone or they make calls: in time rank 0 says so and ends the job.
+        stops = "import os, signal, subprocess, sys, time\n" \
+                "rank = subprocess.Popen(sys.argv[2:])\n" \
+                "time.sleep(float(sys.argv[1]))\n" \
+                "os.kill(rank.pid, signal.SIGSTOP)\n" \
+                "sys.exit(rank.wait())\n"
+        command = ["verify", "--hidden", 4096, "--latent", 2048, "--tokens", "1,500", "--timeout-ms", 300, "--ranks", "processes"]
+        program = [sys.executable, "-c", stops, "2.5", PROGRAM]
+        launcher = [MPIRUN, "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else []), "-n", "1"]
+        done = self.call(*command, ":", "-n", "1", *program, *command, launcher=launcher)
+        if done.returncode == 0:
+            self.skipTest("the job was done before its rank was stopped")
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertRegex(done.stderr, "latent-moe: error: .*(rank 1 did not|a rank did not)")
+
+    def test_processes_of_a_launcher_are_ranks(self):
+        launcher = [MPIRUN, "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else []), "-n", "2"]
+        done = self.call("verify", *SMALL, launcher=launcher, environment={"ASAN_OPTIONS": "detect_leaks=0"})
+        self.assertEqual(done.returncode, 2, done.stderr)
+        (line,) = self.error_lines(done)
+        self.assertIn("one of 2 processes", line)
+        self.assertIn("expected --ranks processes", line)
 
     def test_without_a_launcher(self):
         done = self.call("verify", *SMALL, "--ranks", "processes", "--tp", 4, environment={"ASAN_OPTIONS": "detect_leaks=0"})

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <optional>
 #include <thread>
 
 #include "support/harness.h"
@@ -320,6 +321,20 @@ TEST(Calls, ThatAPeerNeverMakesEndInATimeoutThatNamesIt) {
         }
         ASSERT_TRUE(context.poll_fault().has_value());
         EXPECT_EQ(context.poll_fault()->layer, 7);
+    });
+}
+
+TEST(Contexts, WithoutAFaultAreDestroyedAtOnceThoughAPeerIsAway) {
+    const Problem problem(2, 3);
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        std::optional<Context> context = make_context(problem, bootstrap, problem.context_options());
+        Tensor out = problem.output();
+        for (const Tail tail : {Tail::overlap, Tail::column_parallel})
+            EXPECT_TRUE(context->layer(0).run(tail, problem.input(bootstrap.rank), out.writable_rows()).ok());
+        if (bootstrap.rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+        const auto begin = std::chrono::steady_clock::now();
+        context.reset();
+        EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(750));
     });
 }
 
