@@ -6,10 +6,12 @@
 import json
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 from pathlib import Path
 
@@ -167,6 +169,34 @@ class Usage(Case):
             self.refuse(2, ["missing/file"], "run", *SMALL, option, "missing/file")
             self.refuse(2, ["is a directory"], "run", *SMALL, option, ".")
         self.refuse(2, ["nothing to write"], "synthesize", *SMALL)
+
+    def test_synthesize_checks_all_its_outputs_before_it_writes_one(self):
+        both = ["synthesize", *SMALL, "--shards", 2, "--out", self.path("checkpoint")]
+        self.refuse(2, ["missing/file"], *both, "--inputs-out", "missing/file")
+        self.refuse(2, ["one number of --tokens"], *both, "--inputs-out", self.path("inputs"), "--tokens", "1,2")
+        self.succeed(*both, "--inputs-out", self.path("checkpoint/inputs"), "--quiet")
+        shutil.rmtree(self.path("checkpoint"))
+        os.makedirs(self.path("checkpoint/model-00002-of-00002.safetensors"))
+        self.refuse(2, ["is a directory"], *both, "--quiet")  # and the first shard is not left behind
+
+    def test_outputs_take_the_place_of_nothing_that_is_read_or_written(self):
+        inputs = self.make_inputs()
+        model = self.make_checkpoint()
+        index = model + "/model.safetensors.index.json"
+        read = ["run", "--weights", model, "--inputs", inputs]
+        for path, what in ((inputs, "the inputs are read from"), (index, "the weights are read from"), ("out", "--out names too")):
+            self.refuse(2, [f"--json is {path}", what, "another file"], *read, "--out", "out", "--json", path)
+        self.refuse(2, ["the weights are read from"], "inspect", model, "--json", index)
+        self.succeed(*read, "--repeats", 1, "--quiet", "--out", "/dev/null", "--json", "/dev/null")
+
+    def test_a_process_that_is_killed_leaves_no_half_of_a_file(self):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            soak = subprocess.Popen([PROGRAM, "soak", "--backend", "cpu", "--minutes", "1", "--json", self.path("soak.json")],
+                                    stderr=subprocess.PIPE, text=True)
+            time.sleep(1)
+            soak.send_signal(number)
+            soak.communicate(timeout=60)
+            self.assertEqual(os.listdir(self.folder), [])
 
     def test_standard_output_that_cannot_be_written(self):
         with open("/dev/full", "w") as full:
