@@ -58,7 +58,8 @@ Outcome attempt(const std::function<int()>& work) {
     } catch (const std::bad_alloc&) {
         return failed(StatusCode::out_of_memory, "out of memory");
     } catch (const std::system_error& error) {  // no more threads, most likely
-        return failed(StatusCode::unavailable, error.what());
+        return failed(StatusCode::unavailable,
+                      std::string("the system refuses what is needed, a thread most likely: ") + error.what());
     } catch (const std::exception& error) {
         return failed(StatusCode::internal, error.what());
     }

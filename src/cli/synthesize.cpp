@@ -115,6 +115,7 @@ Written write_shard(const std::filesystem::path& path, const Shape& shape, Dtype
 class CheckpointFiles {
 public:
     explicit CheckpointFiles(const std::filesystem::path& folder) : folder_(folder) {
+        if (folder.empty()) throw Error(StatusCode::invalid_argument, "--out is '', expected a folder");
         std::error_code problem;
         made_folder_ = std::filesystem::create_directories(folder, problem);
         if (!std::filesystem::is_directory(folder, problem)) {

@@ -29,6 +29,7 @@ std::filesystem::path behind_links(const std::filesystem::path& path) {
 }  // namespace
 
 OutputFile::OutputFile(const std::filesystem::path& target) : target_(behind_links(target)) {
+    if (target_.empty()) refuse_file("", "is no name, expected that of a file to write");
     std::error_code ignored;
     const auto status = std::filesystem::status(target_, ignored);
     if (std::filesystem::is_directory(status)) refuse_file(target_.string(), "is a directory, expected a file to write");

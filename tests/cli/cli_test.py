@@ -168,7 +168,10 @@ class Usage(Case):
         for option in ("--out", "--json"):
             self.refuse(2, ["missing/file"], "run", *SMALL, option, "missing/file")
             self.refuse(2, ["is a directory"], "run", *SMALL, option, ".")
+            self.refuse(2, ['""'], "run", *SMALL, option, "")
         self.refuse(2, ["nothing to write"], "synthesize", *SMALL)
+        self.refuse(2, ["--out is ''"], "synthesize", *SMALL, "--out", "")
+        self.refuse(2, ['""'], "run", *SMALL, "--inputs", "")
 
     def test_synthesize_checks_all_its_outputs_before_it_writes_one(self):
         both = ["synthesize", *SMALL, "--shards", 2, "--out", self.path("checkpoint")]
