@@ -38,9 +38,9 @@ bool is_first_of_launch() {
 void require_one_job(const Arguments& arguments) {
     const int processes = launched_processes();
     if (arguments.processes || processes <= 1) return;
-    throw Error(StatusCode::invalid_argument,
-                fmt::format("--ranks is threads in one of {} processes that mpirun started, expected --ranks processes",
-                            processes));
+    throw Error(
+        StatusCode::invalid_argument,
+        fmt::format("--ranks is threads in one of {} processes that mpirun started, expected --ranks processes", processes));
 }
 
 std::string command_line(int count, char** texts) {
@@ -131,8 +131,7 @@ int run_program(int count, char** texts) {
     if (outcome.failure.ok()) outcome = made;
     if (ranks) outcome = ranks->begin(outcome, command_line(count, texts));
     if (ranks && parsed && outcome.failure.ok())
-        outcome = ranks->settle(
-            attempt([&] { return program.commands[program.chosen()].execute(arguments, *ranks); }));
+        outcome = ranks->settle(attempt([&] { return program.commands[program.chosen()].execute(arguments, *ranks); }));
     if (!outcome.failure.ok() && (ranks ? ranks->speaks() : is_first_of_launch())) tell(outcome.failure.message());
     return outcome.status;
 }

@@ -74,7 +74,8 @@ bool is_of_weights(const fs::path& path, const fs::path& weights) {
 void require_file_of_its_own(const Arguments& arguments, const std::string& option, const std::string& path) {
     const auto refuse_if = [&](bool same, const std::string& what) {
         if (!same) return;
-        throw Error(StatusCode::invalid_argument, fmt::format("{} is {}, which {}, expected another file", option, path, what));
+        throw Error(StatusCode::invalid_argument,
+                    fmt::format("{} is {}, which {}, expected another file", option, path, what));
     };
     const bool has_table = arguments.tune_table != "auto" && arguments.tune_table != "none";
     if (arguments.weights) refuse_if(is_of_weights(path, *arguments.weights), "the weights are read from");

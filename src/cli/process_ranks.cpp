@@ -1,9 +1,9 @@
 // Ranks that are MPI processes. Every process parses the same command line; rank 0 alone prints.
 //
 // However a process ends, it comes to `settle`: all processes tell each other their outcomes, and those that wait sleep, so
-// that they take no core from the one that works. A rank that fails on its own goes there at once; its peers miss it in their
-// next exchange, give up after the timeout and come too. Where a peer never comes, the first rank whose patience ends says so
-// and stops the job. Only rank 0 is waited for without a deadline: it does the long work.
+// that they take no core from the one that works. A rank that fails on its own goes there at once; its peers miss it in
+// their next exchange, give up after the timeout and come too. Where a peer never comes, the first rank whose patience ends
+// says so and stops the job. Only rank 0 is waited for without a deadline: it does the long work.
 #include <fmt/format.h>
 #include <mpi.h>
 #include <unistd.h>
@@ -46,8 +46,8 @@ const char* name(Stage stage) noexcept {
 struct Record {
     int status = 0;
     int code = 0;
-    int stage = 0;  ///< Stage: where the process is
-    std::size_t arguments = 0;  ///< hash of the command line, at the beginning
+    int stage = 0;                  ///< Stage: where the process is
+    std::size_t arguments = 0;      ///< hash of the command line, at the beginning
     std::array<char, 1024> text{};  ///< the failure's message; without a failure the command line, at the beginning
 
     bool failed() const noexcept { return code != static_cast<int>(StatusCode::ok); }
@@ -210,9 +210,9 @@ private:
             MPI_Test(&requests[peer], &finished, MPI_STATUS_IGNORE);
             if (finished == 0) missing.push_back(static_cast<int>(peer));
         }
-        const std::string silent = fmt::format("{} {} did not come to where all ranks meet within {} ms",
-                                               missing.size() == 1 ? "rank" : "ranks", fmt::join(missing, ", "),
-                                               patience.count());
+        const std::string silent =
+            fmt::format("{} {} did not come to where all ranks meet within {} ms", missing.size() == 1 ? "rank" : "ranks",
+                        fmt::join(missing, ", "), patience.count());
         fmt::print(stderr, "latent-moe: error: {}\n", own.failure.ok() ? silent : said_by(rank_, own.failure.message()));
         std::fflush(stderr);
         MPI_Abort(MPI_COMM_WORLD, own.failure.ok() ? check_failed : own.status);

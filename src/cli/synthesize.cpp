@@ -31,7 +31,7 @@ void add_options(CLI::App& app, Arguments& arguments) {
     app.add_option("--inputs-out", arguments.inputs_out, "file for one call's inputs")->type_name("FILE");
     add_rank_options(app, arguments);
     add_tokens_option(app, arguments, "16; of the inputs");
-    app.add_option("--seed", arguments.seed, "of all tensors (1)")->type_name("N");
+    add_seed_option(app, arguments, "of all tensors (1)");
     app.add_option_function<std::string>(
            "--weight-dtype",
            [&arguments](const std::string& text) {

@@ -127,7 +127,7 @@ private:
         for (int done = 0; done == 0; std::this_thread::yield()) {
             check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Comm_idup");
             if (done == 0 && std::chrono::steady_clock::now() > deadline) {
-                static_cast<void>(result.release());  // MPI writes there if the peer comes after all
+                [[maybe_unused]] MPI_Comm* const kept = result.release();  // MPI writes there if the peer comes after all
                 throw Error(StatusCode::timeout,
                             fmt::format("mpi_ranks: a rank did not come within {} ms to duplicate the communicator",
                                         timeout_.count()));

@@ -36,10 +36,11 @@ Fields parse(std::string_view message) {
 /// A bootstrap that is a caller's own may be wrong; what it hands back for this rank is known.
 void require_own(const Bootstrap& bootstrap, bool same) {
     if (same) return;
-    throw Error(StatusCode::invalid_argument,
-                fmt::format("the bootstrap's all_gather_bytes gave rank {} of {} other bytes for itself than it sent, expected "
-                            "the bytes of all ranks in rank order",
-                            bootstrap.rank, bootstrap.world));
+    throw Error(
+        StatusCode::invalid_argument,
+        fmt::format("the bootstrap's all_gather_bytes gave rank {} of {} other bytes for itself than it sent, expected "
+                    "the bytes of all ranks in rank order",
+                    bootstrap.rank, bootstrap.world));
 }
 
 std::vector<std::string> gather(const Bootstrap& bootstrap, const std::string& message) {

@@ -89,9 +89,8 @@ void OutputFile::write(std::span<const std::byte> bytes) {
 void OutputFile::commit() {
     flush();
     if (beside_ && temporary_.empty()) {
-        const bool named = give_name([&] {
-            return ::linkat(AT_FDCWD, own_name().c_str(), AT_FDCWD, temporary_.c_str(), AT_SYMLINK_FOLLOW) == 0;
-        });
+        const bool named = give_name(
+            [&] { return ::linkat(AT_FDCWD, own_name().c_str(), AT_FDCWD, temporary_.c_str(), AT_SYMLINK_FOLLOW) == 0; });
         if (!named) refuse("put the finished file in place", errno);
     }
     const int closed = ::close(descriptor_);  // network file systems report a full disk only here

@@ -299,8 +299,8 @@ TEST(Creation, RefusesABootstrapThatGathersNothing) {
         bootstrap.all_gather_bytes = [filler](const void*, void* received, std::size_t bytes) {
             std::memset(received, filler, 2 * bytes);
         };
-        const std::string message = message_of([&] { Context::create(Problem(2, 1).shape, bootstrap); },
-                                               StatusCode::invalid_argument);
+        const std::string message =
+            message_of([&] { Context::create(Problem(2, 1).shape, bootstrap); }, StatusCode::invalid_argument);
         EXPECT_NE(message.find("all_gather_bytes gave rank 1 of 2 other bytes for itself"), std::string::npos) << message;
     }
 }

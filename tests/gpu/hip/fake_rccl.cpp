@@ -31,7 +31,8 @@ LATENT_MOE_FAKE ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int world,
 LATENT_MOE_FAKE ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     log("ncclCommDestroy");
     // As long as a peer that is stopped would keep it waiting.
-    if (const char* ms = std::getenv("FAKE_RCCL_DESTROY_MS")) std::this_thread::sleep_for(std::chrono::milliseconds(std::atoi(ms)));
+    if (const char* ms = std::getenv("FAKE_RCCL_DESTROY_MS"))
+        std::this_thread::sleep_for(std::chrono::milliseconds(std::atoi(ms)));
     log("ncclCommDestroy ends");
     delete comm;
     return ncclSuccess;
