@@ -276,11 +276,19 @@ void add_tensor_options(CLI::App& app, Arguments& arguments, bool with_inputs) {
             ->type_name("FILE")
             ->group(tensor_group);
     }
-    app.add_option("--seed", arguments.seed, "of all tensors that are drawn (1)")->type_name("N")->group(tensor_group);
+    add_seed_option(app, arguments, "of all tensors that are drawn (1)");
     add_parsed(app, "--weight-dtype", "of drawn weights: bf16, f16, f32 or e4m3 (bf16)", "NAME",
                [&arguments](const std::string& text) { arguments.weight_dtype = parse_dtype(text, "--weight-dtype", true); })
         ->group(tensor_group);
     app.add_flag("--no-prefix", arguments.no_prefix, "add no prefix")->group(tensor_group);
+}
+
+void add_seed_option(CLI::App& app, Arguments& arguments, const std::string& help) {
+    add_parsed(app, "--seed", help, "N", [&arguments](const std::string& text) {
+        const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), arguments.seed);
+        if (problem != std::errc{} || end != text.data() + text.size())
+            refuse(fmt::format("--seed is '{}', expected a whole number from 0 to {}", text, UINT64_MAX));
+    })->group(tensor_group);
 }
 
 const char* name(InputState state) noexcept {

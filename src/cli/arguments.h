@@ -108,6 +108,7 @@ void add_context_options(CLI::App& app, Arguments& arguments);
 /// What engines may want of a tail beside its arithmetic.
 void add_feature_options(CLI::App& app, Arguments& arguments);
 void add_tensor_options(CLI::App& app, Arguments& arguments, bool with_inputs);
+void add_seed_option(CLI::App& app, Arguments& arguments, const std::string& help);
 void add_bench_options(CLI::App& app, Arguments& arguments);
 void add_repeats_option(CLI::App& app, Arguments& arguments);
 void add_output_options(CLI::App& app, Arguments& arguments);

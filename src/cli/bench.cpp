@@ -76,6 +76,10 @@ int execute(const Arguments& arguments, Ranks& ranks) {
     const std::vector<std::int64_t> layers =
         layers_that_fit(problem, arguments.layers.value_or(arguments.step ? step_layers : default_layers));
     Output output(arguments, ranks.speaks());
+    if (ranks.speaks() && arguments.trace) {  // what cannot be written is said before minutes of measuring
+        require_file_of_its_own(arguments, "--trace", *arguments.trace);
+        const io::OutputFile writable(*arguments.trace);
+    }
 
     std::vector<KernelRun> kernels;
     ranks.run([&](const Bootstrap& bootstrap) {

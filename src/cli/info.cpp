@@ -123,6 +123,7 @@ MeasuredMachine measured_here(const Arguments& given, Ranks& ranks) {
 }
 
 int execute(const Arguments& arguments, Ranks& ranks) {
+    Output output(arguments, ranks.speaks());
     const bool has_shape = arguments.model || arguments.hidden || arguments.latent;
     std::optional<Problem> problem;
     std::optional<Sizes> sizes;
@@ -137,7 +138,6 @@ int execute(const Arguments& arguments, Ranks& ranks) {
     if (arguments.measure) measured = measured_here(arguments, ranks);
     if (!ranks.speaks()) return done;
 
-    Output output(arguments, true);
     Json json = {{"schema", "latent-moe/info/1"},
                  {"version", library_version()},
                  {"cores", std::thread::hardware_concurrency()},

@@ -18,6 +18,14 @@
 namespace latent_moe::cli {
 namespace {
 
+/// How many processes a launcher started as one job; 1 without one.
+int launched_processes() {
+    for (const char* variable : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}) {
+        if (const char* size = std::getenv(variable)) return std::atoi(size);
+    }
+    return 1;
+}
+
 /// This process's number under a launcher, before MPI is up; 0 without one.
 bool is_first_of_launch() {
     for (const char* variable : {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"}) {
@@ -28,11 +36,17 @@ bool is_first_of_launch() {
 
 /// Processes that a launcher started as one job would each run all ranks as threads, and write the same files.
 void require_one_job(const Arguments& arguments) {
-    const char* const size = std::getenv("OMPI_COMM_WORLD_SIZE");
-    if (arguments.processes || size == nullptr || std::atoi(size) <= 1) return;
+    const int processes = launched_processes();
+    if (arguments.processes || processes <= 1) return;
     throw Error(
         StatusCode::invalid_argument,
-        fmt::format("--ranks is threads in one of {} processes that mpirun started, expected --ranks processes", size));
+        fmt::format("--ranks is threads in one of {} processes that mpirun started, expected --ranks processes", processes));
+}
+
+std::string command_line(int count, char** texts) {
+    std::string line;
+    for (int i = 1; i < count; ++i) line += (i > 1 ? " " : "") + std::string(texts[i]);
+    return line;
 }
 
 /// One line, whatever the message holds.
@@ -89,31 +103,36 @@ struct Program {
 int run_program(int count, char** texts) {
     Program program;
     bool helped = false;
-    const Outcome parsed = attempt([&] {
+    Outcome outcome = attempt([&] {
         program.require_known(count, texts);
         try {
             program.app.parse(count, texts);
         } catch (const CLI::Success& help) {  // --help or --version
             helped = true;
             if (is_first_of_launch()) program.app.exit(help);
+            return done;
         } catch (const CLI::ParseError& error) {
             throw Error(StatusCode::invalid_argument, error.what());
         }
+        require_one_job(program.arguments[program.chosen()]);
         return done;
     });
-    if (!parsed.failure.ok() && is_first_of_launch()) tell(parsed.failure.message());
-    if (!parsed.failure.ok() || helped) return parsed.status;
+    const bool parsed = outcome.failure.ok() && !helped;
+    const Arguments none;
+    const Arguments& arguments = parsed ? program.arguments[program.chosen()] : none;
 
-    const Command& command = program.commands[program.chosen()];
-    const Arguments& arguments = program.arguments[program.chosen()];
+    // Of the processes of one job each tells the others, whatever it has met: none may wait for one that has ended.
+    const bool processes = parsed ? arguments.processes : launched_processes() > 1;
     std::unique_ptr<Ranks> ranks;
-    Outcome outcome = attempt([&] {
-        require_one_job(arguments);
-        ranks = arguments.processes ? make_process_ranks(arguments.timeout_ms) : make_thread_ranks(arguments.timeout_ms);
+    const Outcome made = attempt([&] {
+        ranks = processes ? make_process_ranks(arguments.timeout_ms) : make_thread_ranks(arguments.timeout_ms);
         return done;
     });
-    if (ranks) outcome = ranks->settle(attempt([&] { return command.execute(arguments, *ranks); }));
-    if (!outcome.failure.ok() && (!ranks || ranks->speaks())) tell(outcome.failure.message());
+    if (outcome.failure.ok()) outcome = made;
+    if (ranks) outcome = ranks->begin(outcome, command_line(count, texts));
+    if (ranks && parsed && outcome.failure.ok())
+        outcome = ranks->settle(attempt([&] { return program.commands[program.chosen()].execute(arguments, *ranks); }));
+    if (!outcome.failure.ok() && (ranks ? ranks->speaks() : is_first_of_launch())) tell(outcome.failure.message());
     return outcome.status;
 }
 

@@ -6,7 +6,10 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <span>
+#include <system_error>
+#include <utility>
 
 #include "latent_moe/status.h"
 
@@ -43,12 +46,57 @@ std::string Table::text() const {
     return text;
 }
 
+namespace {
+
+namespace fs = std::filesystem;
+
+/// Whether both paths lead to one file, or will.
+bool same_file(const fs::path& one, const fs::path& other) {
+    std::error_code error;
+    if (fs::exists(one, error) && !fs::is_regular_file(one, error)) return false;  // what goes to a device is not lost
+    if (fs::equivalent(one, other, error)) return true;
+    const fs::path left = fs::weakly_canonical(one, error);
+    return !error && left == fs::weakly_canonical(other, error) && !error;
+}
+
+/// Whether `path` is among the files of a checkpoint.
+bool is_of_weights(const fs::path& path, const fs::path& weights) {
+    std::error_code error;
+    if (same_file(path, weights)) return true;
+    if (!fs::exists(path, error) || weights.extension() == ".safetensors") return false;
+    if (path.extension() != ".safetensors" && !path.filename().string().ends_with(".index.json")) return false;
+    const fs::path folder = fs::is_directory(weights, error) ? weights : weights.parent_path();
+    return fs::equivalent(path.has_parent_path() ? path.parent_path() : ".", folder.empty() ? "." : folder, error);
+}
+
+}  // namespace
+
+void require_file_of_its_own(const Arguments& arguments, const std::string& option, const std::string& path) {
+    const auto refuse_if = [&](bool same, const std::string& what) {
+        if (!same) return;
+        throw Error(StatusCode::invalid_argument,
+                    fmt::format("{} is {}, which {}, expected another file", option, path, what));
+    };
+    const bool has_table = arguments.tune_table != "auto" && arguments.tune_table != "none";
+    if (arguments.weights) refuse_if(is_of_weights(path, *arguments.weights), "the weights are read from");
+    if (!arguments.path.empty()) refuse_if(is_of_weights(path, arguments.path), "the weights are read from");
+    if (arguments.inputs) refuse_if(same_file(path, *arguments.inputs), "the inputs are read from");
+    if (has_table) refuse_if(same_file(path, arguments.tune_table), "the table is read from");
+    if (arguments.machine) refuse_if(same_file(path, *arguments.machine), "the machine is read from");
+    using Written = std::pair<const char*, const std::optional<std::string>*>;
+    for (const auto& [other, file] : {Written{"--out", &arguments.out}, Written{"--trace", &arguments.trace},
+                                      Written{"--inputs-out", &arguments.inputs_out}}) {
+        if (option != other && *file) refuse_if(same_file(path, **file), fmt::format("{} names too", other));
+    }
+}
+
 Output::Output(const Arguments& arguments, bool speaks) : prints_(speaks && !arguments.quiet) {
     if (!speaks || !arguments.json) return;
     json_to_stdout_ = *arguments.json == "-";
     if (json_to_stdout_) {
         prints_ = false;
     } else {
+        require_file_of_its_own(arguments, "--json", *arguments.json);
         json_file_.emplace(*arguments.json);
     }
 }

@@ -30,6 +30,9 @@ private:
     std::vector<std::vector<std::string>> rows_;
 };
 
+/// Refuses a file to write, given by `option`, that is also read, or written by another option.
+void require_file_of_its_own(const Arguments& arguments, const std::string& option, const std::string& path);
+
 /// Standard output and the `--json` file. A reader that has closed its end is no error.
 class Output {
 public:

@@ -34,6 +34,7 @@ class ThreadRanks final : public Ranks {
 public:
     explicit ThreadRanks(int timeout_ms) : timeout_ms_(timeout_ms) {}
 
+    Outcome begin(Outcome own, const std::string&) override { return own; }
     void set_world(std::optional<int> asked, int fallback) override { world_ = asked.value_or(fallback); }
     int world() const noexcept override { return world_; }
     bool is_here(int) const noexcept override { return true; }
@@ -57,7 +58,8 @@ Outcome attempt(const std::function<int()>& work) {
     } catch (const std::bad_alloc&) {
         return failed(StatusCode::out_of_memory, "out of memory");
     } catch (const std::system_error& error) {  // no more threads, most likely
-        return failed(StatusCode::unavailable, error.what());
+        return failed(StatusCode::unavailable,
+                      std::string("the system refuses what is needed, a thread most likely: ") + error.what());
     } catch (const std::exception& error) {
         return failed(StatusCode::internal, error.what());
     }

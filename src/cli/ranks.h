@@ -24,6 +24,9 @@ class Ranks {
 public:
     virtual ~Ranks() = default;
 
+    /// Lets all processes begin alike, each with the outcome of reading its command line: none goes on if one has failed, or
+    /// was started with other arguments.
+    virtual Outcome begin(Outcome own, const std::string& arguments) = 0;
     /// Settles how many there are: as asked, else `fallback`, else as mpirun says. Throws if that cannot be.
     virtual void set_world(std::optional<int> asked, int fallback) = 0;
     virtual int world() const noexcept = 0;

@@ -1,7 +1,6 @@
 // `run`: one tail over given or synthetic tensors.
 #include <fmt/format.h>
 
-#include <filesystem>
 #include <optional>
 
 #include "cli/command.h"
@@ -127,27 +126,6 @@ Json to_json(const Problem& problem, const Result& result) {
     return json;
 }
 
-/// The output must not take the place of what it is computed from.
-void require_other_file(const Arguments& arguments) {
-    namespace fs = std::filesystem;
-    std::error_code missing;
-    const fs::path out = *arguments.out;
-    const auto refuse_if = [&](bool same, const char* what) {
-        if (same) {
-            throw Error(StatusCode::invalid_argument,
-                        fmt::format("--out is {}, which the {} are read from, expected another file", out.string(), what));
-        }
-    };
-    if (arguments.inputs) refuse_if(fs::equivalent(out, *arguments.inputs, missing), "inputs");
-    if (!arguments.weights || !fs::exists(out, missing)) return;
-    const fs::path weights = *arguments.weights;
-    const fs::path folder = fs::is_directory(weights, missing) ? weights : weights.parent_path();
-    refuse_if(fs::equivalent(out, weights, missing) ||
-                  (weights.extension() != ".safetensors" && out.extension() == ".safetensors" &&
-                   fs::equivalent(out.has_parent_path() ? out.parent_path() : ".", folder.empty() ? "." : folder, missing)),
-              "weights");
-}
-
 int execute(const Arguments& arguments, Ranks& ranks) {
     if (arguments.tail.kind == TailChoice::Kind::all ||
         (arguments.tail.kind == TailChoice::Kind::named && !arguments.tail.one_named())) {
@@ -166,7 +144,7 @@ int execute(const Arguments& arguments, Ranks& ranks) {
     Output output(arguments, ranks.speaks());
     std::optional<io::SafetensorsWriter> file;
     if (arguments.out && ranks.speaks()) {
-        require_other_file(arguments);
+        require_file_of_its_own(arguments, "--out", *arguments.out);
         file.emplace(*arguments.out,
                      std::vector<io::TensorDeclaration>{{"out", problem.shape.activations, {tokens, problem.shape.hidden}}});
     }

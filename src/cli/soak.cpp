@@ -53,7 +53,7 @@ void add_options(CLI::App& app, Arguments& arguments) {
     app.add_option("--from-call", arguments.from_call, "begin with this call of the seed's (0)")
         ->check(CLI::Range(std::int64_t{0}, most_calls))
         ->type_name("N");
-    app.add_option("--seed", arguments.seed, "of everything that is drawn (1)")->type_name("N");
+    add_seed_option(app, arguments, "of everything that is drawn (1)");
     add_rank_options(app, arguments);
     add_output_options(app, arguments);
 }

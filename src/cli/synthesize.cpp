@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <optional>
 #include <span>
+#include <vector>
 
 #include "cli/command.h"
 #include "cli/output.h"
@@ -29,7 +31,7 @@ void add_options(CLI::App& app, Arguments& arguments) {
     app.add_option("--inputs-out", arguments.inputs_out, "file for one call's inputs")->type_name("FILE");
     add_rank_options(app, arguments);
     add_tokens_option(app, arguments, "16; of the inputs");
-    app.add_option("--seed", arguments.seed, "of all tensors (1)")->type_name("N");
+    add_seed_option(app, arguments, "of all tensors (1)");
     app.add_option_function<std::string>(
            "--weight-dtype",
            [&arguments](const std::string& text) {
@@ -109,14 +111,43 @@ Written write_shard(const std::filesystem::path& path, const Shape& shape, Dtype
     return written;
 }
 
-void write_checkpoint(const Arguments& arguments, const Shape& shape, Output& output, Progress& progress) {
-    const std::filesystem::path folder = *arguments.out;
-    std::error_code problem;
-    std::filesystem::create_directories(folder, problem);
-    if (!std::filesystem::is_directory(folder)) {
-        throw Error(StatusCode::io, fmt::format("{}: cannot make the folder: {}", folder.string(),
-                                                problem ? problem.message() : "it is a file"));
+/// The files of a checkpoint under way: without `keep` none of them stays, nor the folder if it was made for them.
+class CheckpointFiles {
+public:
+    explicit CheckpointFiles(const std::filesystem::path& folder) : folder_(folder) {
+        if (folder.empty()) throw Error(StatusCode::invalid_argument, "--out is '', expected a folder");
+        std::error_code problem;
+        made_folder_ = std::filesystem::create_directories(folder, problem);
+        if (!std::filesystem::is_directory(folder, problem)) {
+            throw Error(StatusCode::io, fmt::format("{}: cannot make the folder: {}", folder.string(),
+                                                    problem ? problem.message() : "it is a file"));
+        }
+        const io::OutputFile writable(index_path());
     }
+    ~CheckpointFiles() {
+        std::error_code ignored;
+        for (const std::filesystem::path& file : files_) std::filesystem::remove(file, ignored);
+        if (made_folder_) std::filesystem::remove(folder_, ignored);
+    }
+    CheckpointFiles(const CheckpointFiles&) = delete;
+    CheckpointFiles& operator=(const CheckpointFiles&) = delete;
+
+    std::filesystem::path index_path() const { return folder_ / "model.safetensors.index.json"; }
+    std::filesystem::path path_of(const std::string& file) const { return folder_ / file; }
+    void add(const std::filesystem::path& file) { files_.push_back(file); }
+    void keep() noexcept {
+        files_.clear();
+        made_folder_ = false;
+    }
+
+private:
+    std::filesystem::path folder_;
+    bool made_folder_ = false;
+    std::vector<std::filesystem::path> files_;
+};
+
+void write_checkpoint(const Arguments& arguments, const Shape& shape, CheckpointFiles& checkpoint, Output& output,
+                      Progress& progress) {
     const int layers = arguments.layers.value_or(3);
     const int shards = std::min(arguments.shards, layers);
     const Dtype dtype = arguments.weight_dtype.value_or(Dtype::bf16);
@@ -127,28 +158,46 @@ void write_checkpoint(const Arguments& arguments, const Shape& shape, Output& ou
         progress.say("writing {}", file);
         TokenRange range = even_part(layers, shards, shard);
         range.first += arguments.first_layer;
-        const Written written = write_shard(folder / file, shape, dtype, arguments.seed, range);
+        const Written written = write_shard(checkpoint.path_of(file), shape, dtype, arguments.seed, range);
+        checkpoint.add(checkpoint.path_of(file));
         bytes += written.bytes;
         for (const std::string& tensor : written.tensors) index["weight_map"][tensor] = file;
-        output.line("{}: layers {} to {}, {}", (folder / file).string(), range.first, range.first + range.count - 1,
+        output.line("{}: layers {} to {}, {}", checkpoint.path_of(file).string(), range.first, range.first + range.count - 1,
                     bytes_text(static_cast<double>(written.bytes)));
     }
     index["metadata"]["total_size"] = bytes;
-    const std::filesystem::path index_path = folder / "model.safetensors.index.json";
+    const std::filesystem::path index_path = checkpoint.index_path();
     const std::string text = index.dump(2) + '\n';
     io::OutputFile index_file(index_path);
     index_file.write(std::as_bytes(std::span(text)));
     index_file.commit();
+    checkpoint.keep();
     output.line("{}: {} tensors in {} files", index_path.string(), index["weight_map"].size(), shards);
 }
 
-void write_inputs(const Arguments& arguments, const Shape& shape, Output& output) {
-    const int world = arguments.tp.value_or(2);
+int ranks_of_inputs(const Arguments& arguments) {
+    return arguments.tp.value_or(2);
+}
+
+std::int64_t tokens_of_inputs(const Arguments& arguments) {
     const std::vector<std::int64_t> counts = arguments.tokens.value_or(std::vector<std::int64_t>{16});
     if (counts.size() != 1)
         throw Error(StatusCode::invalid_argument, "synthesize takes one number of --tokens for its inputs");
-    const std::int64_t tokens = counts.front();
-    require_memory(static_cast<double>(tokens * (shape.latent + 2 * shape.hidden)) * world * 4, "drawing the inputs");
+    return counts.front();
+}
+
+/// Refuses what `write_inputs` would, before anything is written.
+void require_inputs(const Arguments& arguments, const Shape& shape) {
+    const std::int64_t tokens = tokens_of_inputs(arguments);
+    require_memory(static_cast<double>(tokens * (shape.latent + 2 * shape.hidden)) * ranks_of_inputs(arguments) * 4,
+                   "drawing the inputs");
+    require_file_of_its_own(arguments, "--inputs-out", *arguments.inputs_out);
+    const io::OutputFile writable(*arguments.inputs_out);
+}
+
+void write_inputs(const Arguments& arguments, const Shape& shape, Output& output) {
+    const int world = ranks_of_inputs(arguments);
+    const std::int64_t tokens = tokens_of_inputs(arguments);
     const CallInputs inputs = draw_inputs(
         {.shape = shape, .world = world, .tokens = tokens, .prefix = !arguments.no_prefix, .seed = arguments.seed},
         std::vector<bool>(static_cast<std::size_t>(world), true));
@@ -174,7 +223,10 @@ int execute(const Arguments& arguments, Ranks& ranks) {
     if (!ranks.speaks()) return done;
     Output output(arguments, true);
     Progress progress(arguments, true);
-    if (arguments.out) write_checkpoint(arguments, shape, output, progress);
+    std::optional<CheckpointFiles> checkpoint;
+    if (arguments.out) checkpoint.emplace(*arguments.out);
+    if (arguments.inputs_out) require_inputs(arguments, shape);
+    if (checkpoint) write_checkpoint(arguments, shape, *checkpoint, output, progress);
     if (arguments.inputs_out) write_inputs(arguments, shape, output);
     return done;
 }

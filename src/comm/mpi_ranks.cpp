@@ -12,6 +12,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -53,24 +54,22 @@ struct Requests {
 class MpiGroup {
 public:
     MpiGroup(MPI_Comm communicator, int timeout_ms) : timeout_(timeout_ms) {
-        check(MPI_Comm_dup(communicator, &communicator_), "MPI_Comm_dup");
+        duplicate(communicator);
         MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
         MPI_Comm_rank(communicator_, &rank_);
         MPI_Comm_size(communicator_, &world_);
         int level = MPI_THREAD_SINGLE;
         MPI_Query_thread(&level);
         concurrent_ = level >= MPI_THREAD_SERIALIZED;
-        MPI_Comm host = MPI_COMM_NULL;
-        check(MPI_Comm_split_type(communicator_, MPI_COMM_TYPE_SHARED, rank_, MPI_INFO_NULL, &host), "MPI_Comm_split_type");
-        MPI_Comm_size(host, &local_world_);
-        MPI_Comm_free(&host);
+        count_ranks_of_this_host();
     }
     MpiGroup(const MpiGroup&) = delete;
     MpiGroup& operator=(const MpiGroup&) = delete;
     ~MpiGroup() {
         int finalized = 0;
         MPI_Finalized(&finalized);
-        // A communicator with a dead peer cannot be freed: the process is expected to end.
+        // A communicator with a dead peer cannot be freed: the process is expected to end. Freeing a sound one waits for
+        // nobody, since every exchange has completed here what it began (Open MPI and MPICH let go of it locally).
         if (finalized == 0 && !broken_) MPI_Comm_free(&communicator_);
     }
 
@@ -118,6 +117,34 @@ private:
         Requests sends;
         Requests receives;
     };
+
+    /// `MPI_Comm_dup` would wait for a peer without end.
+    void duplicate(MPI_Comm communicator) {
+        auto result = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
+        MPI_Request request = MPI_REQUEST_NULL;
+        check(MPI_Comm_idup(communicator, result.get(), &request), "MPI_Comm_idup");
+        const auto deadline = std::chrono::steady_clock::now() + timeout_;
+        for (int done = 0; done == 0; std::this_thread::yield()) {
+            check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Comm_idup");
+            if (done == 0 && std::chrono::steady_clock::now() > deadline) {
+                [[maybe_unused]] MPI_Comm* const kept = result.release();  // MPI writes there if the peer comes after all
+                throw Error(StatusCode::timeout,
+                            fmt::format("mpi_ranks: a rank did not come within {} ms to duplicate the communicator",
+                                        timeout_.count()));
+            }
+        }
+        communicator_ = *result;
+    }
+
+    void count_ranks_of_this_host() {
+        using Name = std::array<char, MPI_MAX_PROCESSOR_NAME>;
+        Name mine{};
+        int length = 0;
+        check(MPI_Get_processor_name(mine.data(), &length), "MPI_Get_processor_name");
+        std::vector<Name> all(static_cast<std::size_t>(world_));
+        all_gather_bytes(mine.data(), all.data(), sizeof mine);
+        local_world_ = static_cast<int>(std::count(all.begin(), all.end(), mine));
+    }
 
     void require_usable() const {
         if (!broken_) return;

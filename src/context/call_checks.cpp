@@ -3,6 +3,9 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <cstdint>
+#include <filesystem>
+#include <system_error>
 
 #include "latent_moe/status.h"
 
@@ -13,11 +16,20 @@ namespace {
     throw Error(StatusCode::invalid_argument, message);
 }
 
+/// No address of a row overflows below this: rows are fewer than 2^31, elements at most 4 bytes.
+constexpr std::int64_t most_stride = std::int64_t{1} << 30;
+
+void require_stride(const char* what, std::int64_t stride, std::int64_t columns) {
+    if (stride < columns)
+        refuse(fmt::format("{} has a row stride of {} elements, expected at least {}", what, stride, columns));
+    if (stride > most_stride)
+        refuse(fmt::format("{} has a row stride of {} elements, expected at most {}", what, stride, most_stride));
+}
+
 void check_rows(const char* what, const void* data, std::int64_t stride, std::int64_t count, std::int64_t columns,
                 Dtype dtype) {
     if (count > 0 && data == nullptr) refuse(fmt::format("{} is null, expected [{}, {}]", what, count, columns));
-    if (stride < columns)
-        refuse(fmt::format("{} has a row stride of {} elements, expected at least {}", what, stride, columns));
+    require_stride(what, stride, columns);
     if (reinterpret_cast<std::uintptr_t>(data) % bytes_of(dtype) != 0) {
         refuse(fmt::format("{} is not aligned to its {} elements", what, name(dtype)));
     }
@@ -59,10 +71,16 @@ DeferredMatrix deferred_matrix(const DeferredRows& deferred, std::int64_t tokens
     if (deferred.slots < 1 || deferred.slots > max_slots)
         refuse(fmt::format("deferred slots is {}, expected 1 to {}", deferred.slots, max_slots));
     if (deferred.count < 0) refuse(fmt::format("the count of the deferred rows is {}, expected at least 0", deferred.count));
+    if (deferred.count > INT32_MAX)  // the map's entries are of 32 bits
+        refuse(fmt::format("the count of the deferred rows is {}, expected at most {}", deferred.count, INT32_MAX));
     if (deferred.weight_dtype != Dtype::bf16 && deferred.weight_dtype != Dtype::f32)
         refuse(fmt::format("the deferred weights are {}, expected bf16 or f32", name(deferred.weight_dtype)));
     if (tokens > 0 && deferred.weights == nullptr) refuse("the deferred weights are null");
     if (tokens > 0 && deferred.map == nullptr) refuse("the deferred row map is null");
+    if (reinterpret_cast<std::uintptr_t>(deferred.weights) % bytes_of(deferred.weight_dtype) != 0)
+        refuse(fmt::format("the deferred weights are not aligned to their {} elements", name(deferred.weight_dtype)));
+    if (reinterpret_cast<std::uintptr_t>(deferred.map) % sizeof(std::int32_t) != 0)
+        refuse("the deferred row map is not aligned to its int32 elements");
     return {.rows = const_matrix("deferred rows", deferred.rows, deferred.count, shape.latent, shape.activations),
             .weights = static_cast<const std::byte*>(deferred.weights),
             .weight_dtype = deferred.weight_dtype,
@@ -89,6 +107,13 @@ void validate(const Options& options, const Shape& shape, int world) {
     if (options.tail && static_cast<int>(*options.tail) >= tail_count) {
         refuse(fmt::format("tail is number {}, expected 0 to {}", static_cast<int>(*options.tail), tail_count - 1));
     }
+    if (options.shared != SharedState::partial && options.shared != SharedState::reduced &&
+        options.shared != SharedState::absent) {
+        refuse(fmt::format("shared is number {}, expected partial, reduced or absent", static_cast<int>(options.shared)));
+    }
+    if (options.tune_table.empty()) refuse("tune_table is empty, expected a file, auto or none");
+    if (options.other_reducer_from_bytes < 0)
+        refuse(fmt::format("other_reducer_from_bytes is {}, expected at least 0", options.other_reducer_from_bytes));
     if (options.timeout_ms < 1) refuse(fmt::format("timeout_ms is {}, expected at least 1", options.timeout_ms));
     if (options.cpu_threads < 0 || options.cpu_threads > 1024) {
         refuse(fmt::format("cpu_threads is {}, expected 0 to 1024", options.cpu_threads));
@@ -96,6 +121,11 @@ void validate(const Options& options, const Shape& shape, int world) {
     if (options.reserved_sms < 0) refuse(fmt::format("reserved_sms is {}, expected at least 0", options.reserved_sms));
     if (options.self_check_period < 0)
         refuse(fmt::format("self_check_period is {}, expected at least 0", options.self_check_period));
+    std::error_code unknown;
+    if (options.self_check_period > 0 && !options.self_check_folder.empty() &&
+        !std::filesystem::is_directory(options.self_check_folder, unknown)) {
+        refuse(fmt::format("self_check_folder is '{}', expected a folder that is there", options.self_check_folder));
+    }
     if (shape.hidden % world != 0 && !options.keep_whole_weights) {
         refuse(fmt::format(
             "hidden {} is not divisible by {} ranks: no rank can own an equal shard of W_up, expected keep_whole_weights or "
@@ -113,9 +143,7 @@ void validate(const WeightView& view, const Shape& shape, int world, const void*
     }
     if (bytes_of(view.dtype) == 0)
         refuse(fmt::format("W_up has dtype number {}, expected bf16, f16, f32 or e4m3", static_cast<int>(view.dtype)));
-    if (view.stride != 0 && view.stride < shape.latent) {
-        refuse(fmt::format("W_up has a row stride of {} elements, expected at least {}", view.stride, shape.latent));
-    }
+    if (view.stride != 0) require_stride("W_up", view.stride, shape.latent);
     if (!std::isfinite(view.scale)) refuse(fmt::format("W_up has the scale {}, expected a finite number", view.scale));
     if ((shape.norm == Norm::rms) != (gamma != nullptr)) {
         refuse(shape.norm == Norm::rms ? "gamma is null, expected the norm's weights"

@@ -94,7 +94,10 @@ public:
         }
     }
 
-    TokenRange own_tokens(std::int64_t tokens, int rank) const noexcept { return even_part(tokens, bootstrap.world, rank); }
+    TokenRange own_tokens(std::int64_t tokens, int rank) const noexcept {
+        if (tokens < 0 || tokens > max_tokens_limit || rank < 0 || rank >= bootstrap.world) return {};
+        return even_part(tokens, bootstrap.world, rank);
+    }
 
     /// Runs `body` as the next call of the context's order: its exceptions become statuses, its faults stick.
     template <typename Body>
@@ -133,6 +136,9 @@ public:
                           {StatusCode::out_of_memory, "out of memory in a call"});
         } catch (const std::exception& error) {
             return failed(begun, {.layer = identity.layer, .call = identity.call}, {StatusCode::internal, error.what()});
+        } catch (...) {  // of a bootstrap that is the caller's
+            return failed(begun, {.layer = identity.layer, .call = identity.call},
+                          {StatusCode::internal, "an exception that is not a std::exception"});
         }
     }
 
@@ -288,6 +294,20 @@ PlanSource agreed_plan_source(const Bootstrap& bootstrap, const Options& options
 
 }  // namespace
 
+namespace {
+
+/// What a context or a layer that was moved from says.
+Status moved_from(const char* what) {
+    return {StatusCode::invalid_argument, fmt::format("the {} was moved from, expected one that is in use", what)};
+}
+
+ContextState& state_of(const std::shared_ptr<ContextState>& state) {
+    if (!state) throw Error(moved_from("context").code(), moved_from("context").message());
+    return *state;
+}
+
+}  // namespace
+
 Context Context::create(const Shape& shape, const Bootstrap& given, const Options& options) {
     Bootstrap bootstrap = given;
     if (!bootstrap.all_gather_bytes) throw Error(StatusCode::invalid_argument, "the bootstrap has no all_gather_bytes");
@@ -343,6 +363,7 @@ Context Context::create(const Shape& shape, const Bootstrap& given, const Option
 }
 
 Layer Context::add_layer(std::int64_t id, const WeightView& up_projection, const void* gamma) {
+    static_cast<void>(state_of(state_));
     if (state_->sealed) throw Error(StatusCode::unsupported, fmt::format("layer {}: the context is sealed already", id));
     for (const ContextState::LayerEntry& layer : state_->layers) {
         if (layer.id == id) throw Error(StatusCode::invalid_argument, fmt::format("layer {} was added already", id));
@@ -357,6 +378,7 @@ Layer Context::add_layer(std::int64_t id, const WeightView& up_projection, const
 }
 
 void Context::seal() {
+    static_cast<void>(state_of(state_));
     if (state_->sealed) throw Error(StatusCode::unsupported, "the context is sealed already");
     Agreement agreement("seal");
     agreement.field("number of layers", fmt::format("{}", state_->layers.size()));
@@ -393,7 +415,7 @@ std::size_t Context::layer_count() const noexcept {
 }
 
 Layer Context::layer(std::size_t index) const {
-    if (index >= state_->layers.size()) {
+    if (index >= state_of(state_).layers.size()) {
         throw Error(StatusCode::invalid_argument,
                     fmt::format("layer index is {}, expected below {}", index, state_->layers.size()));
     }
@@ -413,7 +435,7 @@ PackedLayer& ContextAccess::packed_layer(const Context& context, std::size_t ind
 }
 
 Plan Context::plan(std::int64_t tokens) const {
-    return state_->planner.plan(tokens);
+    return state_of(state_).planner.plan(tokens);
 }
 TokenRange Context::own_tokens(std::int64_t tokens, int rank) const noexcept {
     return state_->own_tokens(tokens, rank);
@@ -429,7 +451,7 @@ std::size_t Context::workspace_bytes() const noexcept {
     return state_->backend->workspace_bytes();
 }
 std::optional<Fault> Context::poll_fault() const {
-    return state_->fault();
+    return state_of(state_).fault();
 }
 Counters Context::counters() const noexcept {
     Counters counters = state_->counters.read();
@@ -441,10 +463,11 @@ Counters Context::counters() const noexcept {
     return counters;
 }
 void Context::abort(const std::string& reason) {
-    state_->abort(reason);
+    state_of(state_).abort(reason);
 }
 
 void Context::suspend() {
+    static_cast<void>(state_of(state_));
     Agreement("suspend").confirm(state_->bootstrap, state_->suspended ? "the context is suspended already" : "");
     state_->backend->release_workspace();
     state_->suspended = true;
@@ -452,7 +475,7 @@ void Context::suspend() {
 }
 
 void Context::resume() {
-    agreed_step(state_->bootstrap, Agreement("resume"), [&] {
+    agreed_step(state_of(state_).bootstrap, Agreement("resume"), [&] {
         if (!state_->suspended) throw Error(StatusCode::unsupported, "the context is not suspended");
         state_->backend->acquire_workspace();
         for (std::size_t index = 0; state_->sealed && index < state_->layers.size(); ++index)
@@ -640,27 +663,33 @@ Status finish_tail(ContextState& state, std::size_t index, const ConstRows& rout
 }  // namespace
 
 Status Layer::begin(ConstRows shared, Rows out, std::int64_t tokens, Stream stream) const noexcept {
+    if (!state_) return moved_from("layer");
     return begin_tail(*state_, index_, std::nullopt, shared, out, tokens, stream);
 }
 
 Status Layer::begin(Tail tail, ConstRows shared, Rows out, std::int64_t tokens, Stream stream) const noexcept {
+    if (!state_) return moved_from("layer");
     return begin_tail(*state_, index_, tail, shared, out, tokens, stream);
 }
 
 Status Layer::finish(ConstRows routed, ConstRows prefix, Stream stream) const noexcept {
+    if (!state_) return moved_from("layer");
     return finish_tail(*state_, index_, routed, prefix, stream);
 }
 
 Status Layer::run(const TailInput& input, Rows out, Stream stream) const noexcept {
+    if (!state_) return moved_from("layer");
     return run_tail(*state_, index_, std::nullopt, input, out, stream);
 }
 
 Status Layer::run(Tail tail, const TailInput& input, Rows out, Stream stream) const noexcept {
+    if (!state_) return moved_from("layer");
     return run_tail(*state_, index_, tail, input, out, stream);
 }
 
 Status Context::all_reduce_rms_norm(ConstRows x, const void* gamma, Rows y, std::int64_t tokens,
                                     Stream stream) const noexcept {
+    if (!state_) return moved_from("context");
     ContextState& state = *state_;
     CallIdentity identity{.tokens = tokens, .is_tail = false};
     return state.call(identity, stream, [&](auto begin) {
@@ -686,6 +715,8 @@ Status Context::all_reduce_rms_norm(ConstRows x, const void* gamma, Rows y, std:
 
 Status Context::accumulate_projection(ConstRows a, const Layer& layer, Rows c_slice, std::int64_t tokens,
                                       Stream stream) const noexcept {
+    if (!state_) return moved_from("context");
+    if (!layer.state_) return moved_from("layer");
     ContextState& state = *state_;
     CallIdentity identity{.tokens = tokens, .layer = layer.id(), .is_tail = false};
     return state.call(identity, stream, [&](auto begin) {

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstring>
 
 #include "latent_moe/status.h"
@@ -31,17 +33,30 @@ Fields parse(std::string_view message) {
     return fields;
 }
 
+/// A bootstrap that is a caller's own may be wrong; what it hands back for this rank is known.
+void require_own(const Bootstrap& bootstrap, bool same) {
+    if (same) return;
+    throw Error(
+        StatusCode::invalid_argument,
+        fmt::format("the bootstrap's all_gather_bytes gave rank {} of {} other bytes for itself than it sent, expected "
+                    "the bytes of all ranks in rank order",
+                    bootstrap.rank, bootstrap.world));
+}
+
 std::vector<std::string> gather(const Bootstrap& bootstrap, const std::string& message) {
     const auto ranks = static_cast<std::size_t>(bootstrap.world);
     const std::uint64_t length = message.size();
     std::vector<std::uint64_t> lengths(ranks);
     bootstrap.all_gather_bytes(&length, lengths.data(), sizeof length);
+    require_own(bootstrap, lengths[static_cast<std::size_t>(bootstrap.rank)] == length);
     std::uint64_t longest = 0;
     for (const std::uint64_t each : lengths) longest = std::max(longest, each);
     std::string padded = message;
     padded.resize(longest);
     std::vector<char> received(longest * ranks);
     bootstrap.all_gather_bytes(padded.data(), received.data(), longest);
+    require_own(bootstrap, std::equal(padded.begin(), padded.end(),
+                                      received.begin() + static_cast<std::ptrdiff_t>(longest) * bootstrap.rank));
     std::vector<std::string> messages;
     for (std::size_t rank = 0; rank < ranks; ++rank) messages.emplace_back(received.data() + rank * longest, lengths[rank]);
     return messages;

@@ -34,6 +34,10 @@ void check_width(const char* field, std::int64_t width) {
 void validate(const Shape& shape) {
     check_width("hidden", shape.hidden);
     check_width("latent", shape.latent);
+    if (shape.norm != Norm::none && shape.norm != Norm::rms) {
+        throw Error(StatusCode::invalid_argument,
+                    fmt::format("norm is number {}, expected none or rms", static_cast<int>(shape.norm)));
+    }
     if (shape.norm == Norm::rms && !(std::isfinite(shape.epsilon) && shape.epsilon >= 0)) {
         throw Error(StatusCode::invalid_argument,
                     fmt::format("epsilon is {}, expected a finite number of at least 0", shape.epsilon));

@@ -199,7 +199,7 @@ public:
 
     ~GpuBackend() override {
         release_workspace();
-        // NCCL takes leave of its peers, and would wait for one that is stopped.
+        // A rank that is known to be missing is not waited for again when NCCL takes leave of its peers.
         if (const Status fault = records_->poll(); communicator_ != nullptr && !fault.ok()) communicator_->abort(fault);
     }
 
@@ -211,6 +211,8 @@ public:
         side_.reset();
         reservation_ = {};
         nccl_exchange_.reset();
+        if (peer_memory_ != nullptr && communicator_ != nullptr && communicator_->has_ended())
+            peer_memory_->forget_communicator();
         peer_memory_.reset();
         product_->release_workspace();
         if (fused_) fused_->release_workspace();

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "core/log.h"
 #include "gpu/collective_setup.h"
 
 namespace latent_moe::gpu {
@@ -18,7 +19,7 @@ bool is_capturing(cudaStream_t stream) {
 }  // namespace
 
 NcclCommunicator::NcclCommunicator(const Bootstrap& bootstrap, int device, int timeout_ms)
-    : device_(device), timeout_(timeout_ms) {
+    : rank_(bootstrap.rank), world_(bootstrap.world), device_(device), timeout_(timeout_ms) {
     ncclUniqueId id{};
     together(bootstrap, nccl_name, [&] {
         started_ = make_event();
@@ -42,7 +43,9 @@ NcclCommunicator::~NcclCommunicator() {
     }
     changed_.notify_all();
     if (watcher_.joinable()) watcher_.join();
-    if (comm_ != nullptr && !aborted_) static_cast<void>(nccl().CommDestroy(comm_));
+    if (comm_ == nullptr || aborted_ || destroy_within(timeout_, comm_, device_)) return;
+    log(LogLevel::error, "rank {} of {}: {} did not come within {} ms to the end of the {} communicator, which waits for it",
+        rank_, world_, world_ == 2 ? fmt::format("rank {}", 1 - rank_) : std::string("a rank"), timeout_.count(), nccl_name);
 }
 
 void NcclCommunicator::before(cudaStream_t stream) {
@@ -62,6 +65,11 @@ void NcclCommunicator::after(cudaStream_t stream) {
 Status NcclCommunicator::fault() const {
     const std::lock_guard lock(mutex_);
     return fault_;
+}
+
+bool NcclCommunicator::has_ended() const noexcept {
+    const std::lock_guard lock(mutex_);
+    return aborted_;
 }
 
 void NcclCommunicator::abort(const Status& why) noexcept {

@@ -19,6 +19,7 @@ class NcclCommunicator {
 public:
     /// Collective, with the rank's device current; rank 0's unique id goes over the bootstrap.
     NcclCommunicator(const Bootstrap& bootstrap, int device, int timeout_ms);
+    /// Takes leave of the peers, but waits no longer than the timeout for one that does not come.
     ~NcclCommunicator();
     NcclCommunicator(const NcclCommunicator&) = delete;
     NcclCommunicator& operator=(const NcclCommunicator&) = delete;
@@ -34,11 +35,15 @@ public:
     Status fault() const;
     /// Ends what is in flight, from any thread; later operations fail.
     void abort(const Status& why) noexcept;
+    /// Whether it was aborted. Then nothing may be asked of it any more, nor be given back to it.
+    bool has_ended() const noexcept;
 
 private:
     void watch();
 
     ncclComm_t comm_ = nullptr;
+    int rank_;
+    int world_;
     int device_;
     std::chrono::milliseconds timeout_;
     Event started_;

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <thread>
 
+#include "core/log.h"
 #include "gpu/runtime/nccl.h"
 #include "gpu/runtime/resources.h"
 #include "latent_moe/nccl.h"
@@ -35,7 +36,13 @@ public:
         check(nccl().CommSplit(original, 0, rank_, &comm_, &config), "ncclCommSplit");
     }
     ~Duplicate() {
-        if (comm_ != nullptr) static_cast<void>(broken_ ? nccl().CommAbort(comm_) : nccl().CommDestroy(comm_));
+        if (comm_ == nullptr) return;
+        if (broken_) {
+            static_cast<void>(nccl().CommAbort(comm_));
+        } else if (!gpu::destroy_within(timeout_, comm_, device_)) {
+            log(LogLevel::error, "bootstrap over NCCL, rank {} of {}: a rank did not come within {} ms to its end", rank_,
+                world_, timeout_.count());
+        }
     }
     Duplicate(const Duplicate&) = delete;
     Duplicate& operator=(const Duplicate&) = delete;

@@ -52,8 +52,11 @@ ProcessWindow::ProcessWindow(const Bootstrap& bootstrap, ncclComm_t comm, std::s
     });
 }
 
+// A rank lets go when its own kernels have ended, whatever its peers do: they write through mappings of their own, and
+// memory that is mapped anywhere lasts. So a peer that is late in a call, or stopped in one, still finds it.
 ProcessWindow::~ProcessWindow() {
-    if (window_ != nullptr) static_cast<void>(nccl().CommWindowDeregister(comm_, static_cast<ncclWindow_t>(window_)));
+    if (window_ != nullptr && comm_ != nullptr)
+        static_cast<void>(nccl().CommWindowDeregister(comm_, static_cast<ncclWindow_t>(window_)));
     if (memory_ != nullptr) static_cast<void>(nccl().MemFree(memory_));
 }
 

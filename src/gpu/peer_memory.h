@@ -19,6 +19,10 @@ public:
 
     /// Why there is none; empty if there is.
     const std::string& missing() const noexcept { return missing_; }
+    /// Before the end of a window that was made with a communicator which is gone.
+    void forget_communicator() noexcept {
+        if (window_) window_->forget_communicator();
+    }
     void* base(int rank) const noexcept { return bases_[static_cast<std::size_t>(rank)]; }
 
 private:

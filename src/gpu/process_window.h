@@ -29,6 +29,10 @@ public:
     const std::string& missing() const noexcept {
         return missing_;
     }
+    /// The communicator is gone: the window cannot be given back to it.
+    void forget_communicator() noexcept {
+        comm_ = nullptr;
+    }
     /// Where this rank's kernels find each rank's memory.
     const std::vector<void*>& bases() const noexcept {
         return bases_;

@@ -43,12 +43,21 @@ std::string quote(std::string_view text) {
     return fmt::format("\"{}...\"", printable(clip(text)));
 }
 
+namespace {
+
+/// A path without characters is named by its quotes.
+std::string named(std::string_view source) {
+    return source.empty() ? "\"\"" : printable(source);
+}
+
+}  // namespace
+
 void refuse_file(std::string_view source, std::string_view problem) {
-    throw Error(StatusCode::io, fmt::format("{}: {}", printable(source), problem));
+    throw Error(StatusCode::io, fmt::format("{}: {}", named(source), problem));
 }
 
 void refuse_request(std::string_view source, std::string_view problem) {
-    throw Error(StatusCode::invalid_argument, fmt::format("{}: {}", printable(source), problem));
+    throw Error(StatusCode::invalid_argument, fmt::format("{}: {}", named(source), problem));
 }
 
 std::string system_message(int code) {

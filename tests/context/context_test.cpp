@@ -4,6 +4,9 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <optional>
 #include <thread>
 
 #include "support/harness.h"
@@ -218,6 +221,11 @@ TEST(Calls, RefuseDeferredRowsThatDoNotFit) {
     EXPECT_EQ(message(context), "the deferred row map says 8 for slot 1 of token 2, expected below 8");
     deferred.count = -1;
     EXPECT_EQ(message(context), "the count of the deferred rows is -1, expected at least 0");
+    deferred.count = INT64_MAX;
+    EXPECT_EQ(message(context), "the count of the deferred rows is 9223372036854775807, expected at most 2147483647");
+    deferred = rows.deferred(0);
+    deferred.map = reinterpret_cast<const std::int32_t*>(reinterpret_cast<const char*>(deferred.map) + 1);
+    EXPECT_EQ(message(context), "the deferred row map is not aligned to its int32 elements");
     EXPECT_FALSE(context.poll_fault().has_value());
 }
 
@@ -237,6 +245,97 @@ TEST(BatchInvariance, RefusesEveryTailButOneWithTheReason) {
         const Context other = make_context(problem, bootstrap, options);
         EXPECT_NE(other.plan(3).tail, plan.tail);
     });
+}
+
+TEST(Contexts, ThatWereMovedFromSaySo) {
+    const Problem problem(1, 2);
+    Context context = make_context(problem, single_rank(), problem.context_options());
+    Layer layer = context.layer(0);
+    Tensor out = problem.output();
+    const Layer other_layer = std::move(layer);
+    const std::string of_layer = "the layer was moved from, expected one that is in use";
+    EXPECT_EQ(layer.run(problem.input(0), out.writable_rows()).message(), of_layer);
+    EXPECT_EQ(layer.begin(problem.shared[0].rows(), out.writable_rows(), 2).message(), of_layer);
+    EXPECT_EQ(layer.finish(problem.routed[0].rows()).message(), of_layer);
+    EXPECT_EQ(context.accumulate_projection(problem.routed[0].rows(), layer, out.writable_rows(), 2).message(), of_layer);
+    const Context other = std::move(context);
+    const std::string of_context = "the context was moved from, expected one that is in use";
+    EXPECT_EQ(message_of([&] { context.seal(); }, StatusCode::invalid_argument), of_context);
+    EXPECT_EQ(message_of([&] { context.plan(1); }, StatusCode::invalid_argument), of_context);
+    EXPECT_EQ(message_of([&] { context.abort(); }, StatusCode::invalid_argument), of_context);
+    EXPECT_EQ(message_of([&] { context.resume(); }, StatusCode::invalid_argument), of_context);
+    EXPECT_EQ(message_of([&] { static_cast<void>(context.poll_fault()); }, StatusCode::invalid_argument), of_context);
+    EXPECT_EQ(context.all_reduce_rms_norm(problem.routed[0].rows(), nullptr, out.writable_rows(), 2).message(), of_context);
+    EXPECT_TRUE(other_layer.run(problem.input(0), out.writable_rows()).ok());
+}
+
+TEST(Creation, RefusesNumbersThatNameNothing) {
+    const Problem problem(1, 1);
+    Shape shape = problem.shape;
+    shape.norm = static_cast<Norm>(7);
+    EXPECT_EQ(message_of([&] { Context::create(shape, single_rank()); }, StatusCode::invalid_argument),
+              "norm is number 7, expected none or rms");
+    const auto refused = [&](auto change) {
+        Options options = problem.context_options();
+        change(options);
+        return message_of([&] { Context::create(problem.shape, single_rank(), options); }, StatusCode::invalid_argument);
+    };
+    EXPECT_EQ(refused([](Options& options) { options.shared = static_cast<SharedState>(9); }),
+              "shared is number 9, expected partial, reduced or absent");
+    EXPECT_EQ(refused([](Options& options) { options.tune_table.clear(); }),
+              "tune_table is empty, expected a file, auto or none");
+    EXPECT_EQ(refused([](Options& options) { options.other_reducer_from_bytes = -1; }),
+              "other_reducer_from_bytes is -1, expected at least 0");
+    EXPECT_EQ(refused([](Options& options) {
+                  options.self_check_period = 1;
+                  options.self_check_folder = "/nowhere";
+              }),
+              "self_check_folder is '/nowhere', expected a folder that is there");
+}
+
+TEST(Creation, RefusesABootstrapThatGathersNothing) {
+    for (const int filler : {0, 0xEE}) {
+        Bootstrap bootstrap{.rank = 1, .world = 2};
+        bootstrap.all_gather_bytes = [filler](const void*, void* received, std::size_t bytes) {
+            std::memset(received, filler, 2 * bytes);
+        };
+        const std::string message =
+            message_of([&] { Context::create(Problem(2, 1).shape, bootstrap); }, StatusCode::invalid_argument);
+        EXPECT_NE(message.find("all_gather_bytes gave rank 1 of 2 other bytes for itself"), std::string::npos) << message;
+    }
+}
+
+TEST(Calls, WhoseBootstrapThrowsWhatIsNoExceptionEndInAnError) {
+    const Problem problem(2, 3);
+    bool broken = false;
+    Bootstrap bootstrap{.rank = 0, .world = 2};
+    bootstrap.all_gather_bytes = [&broken](const void* send, void* received, std::size_t bytes) {
+        if (broken) throw 42;
+        for (std::size_t rank = 0; rank < 2; ++rank)
+            std::memcpy(static_cast<std::byte*>(received) + rank * bytes, send, bytes);
+    };
+    const Context context = make_context(problem, bootstrap, problem.context_options());
+    Tensor out = problem.output();
+    broken = true;
+    const Status status = context.layer(0).run(problem.input(0), out.writable_rows());
+    EXPECT_EQ(status.code(), StatusCode::internal);
+    EXPECT_EQ(status.message(), "an exception that is not a std::exception");
+    EXPECT_EQ(context.layer(0).run(problem.input(0), out.writable_rows()).code(), StatusCode::aborted);
+}
+
+TEST(Calls, RefuseStridesWhoseRowsHaveNoAddress) {
+    const Problem problem(1, 2);
+    const Context context = make_context(problem, single_rank(), problem.context_options());
+    Tensor out = problem.output();
+    TailInput input = problem.input(0);
+    for (const std::int64_t stride : {INT64_MAX, (std::int64_t{1} << 30) + 1}) {
+        input.routed.stride = stride;
+        EXPECT_EQ(context.layer(0).run(input, out.writable_rows()).message(),
+                  "routed has a row stride of " + std::to_string(stride) + " elements, expected at most 1073741824");
+    }
+    for (const int rank : {-1, 1}) EXPECT_EQ(context.own_tokens(4, rank).count, 0);
+    for (const std::int64_t tokens : {INT64_MIN, std::int64_t{-1}, INT64_MAX})
+        EXPECT_EQ(context.own_tokens(tokens, 0).count, 0);
 }
 
 TEST(Calls, NeedASealedContext) {
@@ -320,6 +419,20 @@ TEST(Calls, ThatAPeerNeverMakesEndInATimeoutThatNamesIt) {
         }
         ASSERT_TRUE(context.poll_fault().has_value());
         EXPECT_EQ(context.poll_fault()->layer, 7);
+    });
+}
+
+TEST(Contexts, WithoutAFaultAreDestroyedAtOnceThoughAPeerIsAway) {
+    const Problem problem(2, 3);
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        std::optional<Context> context = make_context(problem, bootstrap, problem.context_options());
+        Tensor out = problem.output();
+        for (const Tail tail : {Tail::overlap, Tail::column_parallel})
+            EXPECT_TRUE(context->layer(0).run(tail, problem.input(bootstrap.rank), out.writable_rows()).ok());
+        if (bootstrap.rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+        const auto begin = std::chrono::steady_clock::now();
+        context.reset();
+        EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(750));
     });
 }
 

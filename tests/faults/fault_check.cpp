@@ -165,6 +165,15 @@ public:
     /// Makes no call for longer than the others wait.
     void stay_away() const { std::this_thread::sleep_for(std::chrono::milliseconds(3 * deadline_ms_)); }
     void destroy_context() { context_.reset(); }
+    /// Throws if that takes longer than a wait in a call may.
+    void destroy_context_in_time() {
+        const std::int64_t begin = now_ns();
+        destroy_context();
+        const std::int64_t ms = (now_ns() - begin) / 1'000'000;
+        if (ms > deadline_ms_ + 1000)
+            throw std::runtime_error(
+                fmt::format("the context's destructor took {} ms, expected at most {} and a second", ms, deadline_ms_));
+    }
 
 private:
     TailInput input(std::int64_t tokens) const {
@@ -233,6 +242,22 @@ auto instead_of_a_call(Other other, std::optional<Tail> tail = std::nullopt) {
     };
 }
 
+/// The culprit gets a signal, all others find it stopped or dead when they destroy contexts that have no fault.
+auto signalled_before_destruction(int signal) {
+    return [signal](Rank& rank, const Setting& setting, std::mt19937_64&) {
+        Seat seat(rank, setting);
+        seat.calls(calls_before);
+        if (rank.rank == culprit) {
+            rank.fault_now();
+            ::kill(::getpid(), signal);
+        }
+        while (rank.shared.fault_ns == 0) std::this_thread::yield();
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        if (seat.context().poll_fault()) throw std::runtime_error("there is a fault before anything has gone wrong");
+        seat.destroy_context_in_time();
+    };
+}
+
 /// While it lives, less than a megabyte of the device's memory is anybody's.
 class FullMemory {
 public:
@@ -272,6 +297,10 @@ std::vector<Scene> make_scenes(const Setting& stage) {
     scenes.push_back({"killed", "SIGKILL at a moment of chance", signalled(SIGKILL), dead, no_report});
     scenes.push_back({"terminated", "SIGTERM at a moment of chance", signalled(SIGTERM), dead, no_report});
     scenes.push_back({"stopped", "SIGSTOP at a moment of chance", signalled(SIGSTOP), silent, no_report});
+    scenes.push_back({"stopped_before_destruction", "SIGSTOP after its last call; the others destroy their contexts",
+                      signalled_before_destruction(SIGSTOP), fine, no_report});
+    scenes.push_back({"killed_before_destruction", "SIGKILL after its last call; the others destroy their contexts",
+                      signalled_before_destruction(SIGKILL), fine, no_report});
     scenes.push_back({"slow", "late in each of 6 calls, but within the deadline",
                       [](Rank& rank, const Setting& setting, std::mt19937_64& random) {
                           Seat seat(rank, setting);

@@ -2,6 +2,12 @@
 
 #include <fmt/format.h>
 
+#include <exception>
+#include <future>
+#include <thread>
+#include <utility>
+
+#include "gpu/runtime/device_api.h"
 #include "gpu/runtime/library.h"
 #include "latent_moe/status.h"
 
@@ -75,6 +81,25 @@ const Nccl& nccl() {
     const Nccl& table = look_for_nccl();
     if (!table.missing.empty()) throw Error(StatusCode::unavailable, fmt::format("{}: {}", nccl_name, table.missing));
     return table;
+}
+
+bool destroy_within(std::chrono::milliseconds timeout, ncclComm_t comm, int device) noexcept {
+    try {
+        std::promise<void> destroyed;
+        std::future<void> end = destroyed.get_future();
+        std::thread([comm, device, destroyed = std::move(destroyed)]() mutable {
+            static_cast<void>(cudaSetDevice(device));
+            // Whatever another thread captures.
+            cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+            static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
+            static_cast<void>(nccl().CommDestroy(comm));
+            destroyed.set_value();
+        }).detach();
+        return end.wait_for(timeout) == std::future_status::ready;
+    } catch (const std::exception&) {  // there is no thread to be had
+        static_cast<void>(nccl().CommAbort(comm));
+        return true;
+    }
 }
 
 void fail(ncclResult_t result, const char* call) {

@@ -7,6 +7,7 @@
 #include <nccl.h>
 #endif
 
+#include <chrono>
 #include <string>
 
 namespace latent_moe::gpu {
@@ -51,6 +52,11 @@ struct Nccl {
 const Nccl& look_for_nccl();
 /// Throws `unavailable` if it is missing.
 const Nccl& nccl();
+
+/// Destroys a communicator that has nothing under way, for which NCCL takes leave of its peers. False: a peer has not come
+/// in time. Then NCCL goes on waiting for it on a thread of its own, which frees what NCCL holds once the peer goes on or
+/// dies: a destruction that has begun cannot be given up.
+bool destroy_within(std::chrono::milliseconds timeout, ncclComm_t comm, int device) noexcept;
 
 [[noreturn]] void fail(ncclResult_t result, const char* call);
 inline void check(ncclResult_t result, const char* call) {

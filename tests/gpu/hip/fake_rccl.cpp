@@ -1,5 +1,8 @@
 // Stands for librccl: writes down what was asked for.
+#include <chrono>
+#include <cstdlib>
 #include <cstring>
+#include <thread>
 
 #include "fake_log.h"
 #include "gpu/runtime/rccl_api.h"
@@ -27,6 +30,10 @@ LATENT_MOE_FAKE ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int world,
 }
 LATENT_MOE_FAKE ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     log("ncclCommDestroy");
+    // As long as a peer that is stopped would keep it waiting.
+    if (const char* ms = std::getenv("FAKE_RCCL_DESTROY_MS"))
+        std::this_thread::sleep_for(std::chrono::milliseconds(std::atoi(ms)));
+    log("ncclCommDestroy ends");
     delete comm;
     return ncclSuccess;
 }

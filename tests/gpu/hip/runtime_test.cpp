@@ -9,11 +9,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <regex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "gpu/process_window.h"
@@ -241,6 +244,24 @@ TEST(HipBackend, AsksRcclForACommunicatorOfItsOwn) {
             << joined(lines);
     }
     EXPECT_EQ(count_matching(lines, "^ncclCommDestroy$"), 2);
+}
+
+TEST(HipBackend, DoesNotWaitForEverForAPeerThatDoesNotTakeLeave) {
+    const Setting everything("LATENT_MOE_NCCL_FROM_BYTES", "1");
+    const Setting stopped("FAKE_RCCL_DESTROY_MS", "2500");
+    const Problem problem(2, 4, kimi_like);
+    Options options = hip_options(problem);
+    options.timeout_ms = 300;
+    take_calls();
+    on_ranks(2, [&](const Bootstrap& bootstrap) {
+        std::optional<Context> context = make_context(problem, bootstrap, options);
+        const auto begin = std::chrono::steady_clock::now();
+        context.reset();
+        EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(2000));
+    });
+    EXPECT_EQ(count_matching(take_calls(), "^ncclCommDestroy ends$"), 0);
+    std::this_thread::sleep_for(std::chrono::milliseconds(3000));
+    EXPECT_EQ(count_matching(take_calls(), "^ncclCommDestroy ends$"), 2) << "what is left waits on a thread of its own";
 }
 
 TEST(HipBackend, TakesUncachedMemoryForWindowsAndCoherentMemoryForFaults) {
