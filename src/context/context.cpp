@@ -292,10 +292,6 @@ PlanSource agreed_plan_source(const Bootstrap& bootstrap, const Options& options
     return agreed;
 }
 
-}  // namespace
-
-namespace {
-
 /// What a context or a layer that was moved from says.
 Status moved_from(const char* what) {
     return {StatusCode::invalid_argument, fmt::format("the {} was moved from, expected one that is in use", what)};
