@@ -2,12 +2,13 @@
 //
 // Hopper: a cluster owns 128 (or 64) rows of W, its CTAs split K between them.
 //
-//     weight warp   W blocks ── bulk copies, a few in flight ──▶ ring in shared memory        starts before the predecessor
-//     has ended token warp    A, 64 columns of all tokens ── tensor copies ──▶ the same ring             after it has ended
+// clang-format off
+//     weight warp   W blocks ── bulk copies, a few in flight ──▶ ring in shared memory        starts before the predecessor has ended
+//     token warp    A, 64 columns of all tokens ── tensor copies ──▶ the same ring            after it has ended
 //     math warps    wgmma, block by block as they land: W rows × tokens, float32
-//     all CTAs      8-row pieces of the partial product ── st.async, data and signal in one ──▶ the CTA that finishes those
-//     rows,
+//     all CTAs      8-row pieces of the partial product ── st.async, data and signal in one ──▶ the CTA that finishes those rows,
 //                   which adds the parts in the order of K, scales, adds the addend and the prefix ──▶ C
+// clang-format on
 //
 // Everywhere else: a CTA owns 32 rows, its eight warps split K, operands go straight from global memory to mma.sync.
 //
