@@ -2,8 +2,7 @@
 //
 //     region of one rank's window:  | head: state, an entry a CTA; digests | slot 0 | slot 1 | slot 2 |
 //     slot:  | latents from each peer | slices of the shared partials from each peer | finished columns from each peer |
-//     box:   `capacity` rows without gaps; a call of M rows uses the first M, and a word that was not sent holds the
-//     sentinel
+//     box:   `capacity` rows without gaps; a call of M rows uses the first M; a word that was not sent holds the sentinel
 //
 // WHO WRITES WHAT, WHEN. Fused call f (they count on their own: other kernels of the context do not touch this region) sends
 // into slot f mod 3 at the peers, reads slot f mod 3 of its own window, and re-arms slot (f - 1) mod 3 of its own window:

@@ -7,8 +7,7 @@
 //     part c of routed_a ──▶ every b          part c of shared_a[columns of b] ──▶ b
 //     part c of Σ routed: routed_b ─▶ round ─▶ · γ, Σ x² a block ─▶ workspace ──▶ "part c is there": counter of this GPU
 //     wait for all parts; then for each of its tiles of 16 columns:
-//         MFMA over all of K ─▶ Σ of the waves ─▶ · factor + Σ shared (shared_b ─▶) + prefix ──▶ out, and columns_a ──▶
-//         every b
+//         MFMA over all of K ─▶ Σ of the waves ─▶ · factor + Σ shared (shared_b ─▶) + prefix ──▶ out; columns_a ──▶ every b
 //     part c of every peer's columns: columns_b ──▶ out
 //
 // Two hops across the link (partials, columns) and one hop between the CTAs of a GPU, in between.

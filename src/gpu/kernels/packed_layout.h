@@ -1,8 +1,7 @@
 // How W_up [rows N, latent K] lies in memory once packed: one layout a rank, which the skinny, the fused and the prefill
 // products read.
 //
-//     bytes:  | tile 0: block 0, block 1, … | tile 1: block 0, … | …        tile: 128 rows of W; block: 64 of its columns,
-//     16 KB
+//     bytes:  | tile 0: block 0, block 1, … | tile 1: block 0, … | …        tile: 128 rows; block: 64 columns of it, 16 KB
 //
 //     block:  128 rows of 128 bytes; row r's 16-byte unit u lies at place u XOR (r mod 8)       (the 128-byte swizzle)
 //

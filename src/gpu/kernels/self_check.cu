@@ -2,8 +2,7 @@
 // is wrong in a tail's mailboxes, sums or products is not repeated here.
 //
 //     keep (one CTA, before the call):   rows to check ──▶ this rank's window │ headers meet │ every rank's rows ──▶ sums
-//     compare (many CTAs, after it):     W_up, sums ──▶ chain; the CTA that is last: chain ◀─?─▶ out, checksum ◀─?─▶
-//     expected
+//     compare (many CTAs, after it):     W_up, sums ──▶ chain; the last CTA: chain ◀─?─▶ out, checksum ◀─?─▶ expected
 //
 // WHEN. A rank's kept rows lie in one of two buffers, in turn. They are read by peers after the header of that check came,
 // and written again two checks later: by then the header of the check between has come, which a peer sends after it has read
