@@ -51,6 +51,7 @@ std::vector<std::string> gather(const Bootstrap& bootstrap, const std::string& m
     require_own(bootstrap, lengths[static_cast<std::size_t>(bootstrap.rank)] == length);
     std::uint64_t longest = 0;
     for (const std::uint64_t each : lengths) longest = std::max(longest, each);
+    if (longest == 0) return std::vector<std::string>(ranks);  // no caller's all-gather need bear one of no bytes
     std::string padded = message;
     padded.resize(longest);
     std::vector<char> received(longest * ranks);
