@@ -1,5 +1,5 @@
-// What the vendor's libraries keep in the host's memory of things that were made and destroyed, a kind of thing at a time and
-// without this library's contexts: what `context_cycles` on GPUs is to be compared with. Not a pass or a fail.
+// What the vendor's libraries keep in the host's memory of things that were made and destroyed, a kind of thing at a time
+// and without this library's contexts: what `context_cycles` on GPUs is to be compared with. Not a pass or a fail.
 //
 //     vendor_cycles [cycles=200] [ranks=2]
 //
