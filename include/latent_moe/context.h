@@ -118,8 +118,8 @@ private:
     std::size_t index_;
 };
 
-/// Its end is local: it waits at most `timeout_ms` for peers (on GPUs, where NCCL takes leave of them), whatever they do.
-/// One that was moved from may only be assigned to or destroyed; what can tell an error says so.
+/// Its end is local: it waits at most `timeout_ms` for peers (on GPUs, whose collectives take leave of them), whatever they
+/// do. One that was moved from may only be assigned to or destroyed; what can tell an error says so.
 class LATENT_MOE_API Context {
 public:
     /// Collective. Throws on every rank if any rank fails or if ranks differ in shape, options or versions, naming the
