@@ -628,14 +628,18 @@ void check_faults(const Bootstrap& boot, int only_story) {
     });
 }
 
+Shape without_norm(Shape shape) {
+    shape.norm = Norm::none;
+    return shape;
+}
+Shape in(Dtype activations, Shape shape) {
+    shape.activations = activations;
+    return shape;
+}
+
 std::vector<Case> all_cases(const std::vector<int>& worlds) {
     const Shape small{.hidden = 512, .latent = 256};
-    Shape plain = small;
-    plain.norm = Norm::none;
-    Shape half = small;
-    half.activations = Dtype::f16;
-    Shape single = small;
-    single.activations = Dtype::f32;
+    const Shape plain = without_norm(small), half = in(Dtype::f16, small), single = in(Dtype::f32, small);
     const std::vector<std::int64_t> few = {1, 3, 16, 64, 65, 257};
     std::vector<Case> cases;
     for (const int world : worlds) {
@@ -718,18 +722,12 @@ std::vector<Case> batch_cases(const std::vector<int>& worlds) {
                              .row_scales = row_scales});
         };
         const Shape small{.hidden = 1536, .latent = 512};
-        Shape plain = small;
-        plain.norm = Norm::none;
-        Shape half = small;
-        half.activations = Dtype::f16;
-        Shape single = small;
-        single.activations = Dtype::f32;
         add("1536x512", small, Dtype::bf16, false);
         if (world <= 2) add("kimi-k3", *shape_preset("kimi-k3"), Dtype::bf16, false);
         if (world > 3) continue;
-        add("no norm", plain, Dtype::bf16, false);
-        add("f16", half, Dtype::f16, false);
-        add("f32", single, Dtype::f32, false);
+        add("no norm", without_norm(small), Dtype::bf16, false);
+        add("f16", in(Dtype::f16, small), Dtype::f16, false);
+        add("f32", in(Dtype::f32, small), Dtype::f32, false);
         add("f32 weights", small, Dtype::f32, false);
         add("e4m3 row scales", small, Dtype::e4m3, true);
     }
