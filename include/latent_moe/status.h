@@ -3,7 +3,7 @@
 
 #include <stdexcept>
 #include <string>
-#include <utility>
+#include <string_view>
 
 #include "latent_moe/export.h"
 
@@ -29,7 +29,9 @@ LATENT_MOE_API const char* name(StatusCode code) noexcept;
 class [[nodiscard]] LATENT_MOE_API Status {
 public:
     Status() = default;
-    Status(StatusCode code, std::string message) : code_(code), message_(std::move(message)) {}
+    /// A message is one line of UTF-8 whatever it quotes: control characters, and bytes that are not UTF-8, are written as
+    /// \n, \r, \t or \xNN.
+    Status(StatusCode code, std::string_view message);
 
     bool ok() const noexcept { return code_ == StatusCode::ok; }
     StatusCode code() const noexcept { return code_; }
@@ -44,7 +46,8 @@ private:
 /// Thrown by everything that sets up: shapes, contexts, layers, files. Never by `Layer::run`.
 class LATENT_MOE_API Error : public std::runtime_error {
 public:
-    Error(StatusCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
+    /// The message is kept as `Status` keeps it.
+    Error(StatusCode code, std::string_view message);
 
     StatusCode code() const noexcept { return code_; }
     Status status() const { return {code_, what()}; }

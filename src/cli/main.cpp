@@ -49,13 +49,11 @@ std::string command_line(int count, char** texts) {
     return line;
 }
 
-/// One line, whatever the message holds.
-void tell(const std::string& message) {
-    std::string line = message;
-    std::replace_if(
-        line.begin(), line.end(), [](unsigned char c) { return c == '\n' || c == '\r'; }, ' ');
-    line.erase(line.find_last_not_of(' ') + 1);
-    std::fprintf(stderr, "latent-moe: error: %s\n", line.c_str());
+/// What CLI11 says, which may end or break in line ends, as one sentence.
+std::string usage_problem(std::string text) {
+    std::replace(text.begin(), text.end(), '\n', ' ');
+    text.erase(text.find_last_not_of(' ') + 1);
+    return text;
 }
 
 struct Program {
@@ -112,7 +110,7 @@ int run_program(int count, char** texts) {
             if (is_first_of_launch()) program.app.exit(help);
             return done;
         } catch (const CLI::ParseError& error) {
-            throw Error(StatusCode::invalid_argument, error.what());
+            throw Error(StatusCode::invalid_argument, usage_problem(error.what()));
         }
         require_one_job(program.arguments[program.chosen()]);
         return done;
@@ -132,7 +130,8 @@ int run_program(int count, char** texts) {
     if (ranks) outcome = ranks->begin(outcome, command_line(count, texts));
     if (ranks && parsed && outcome.failure.ok())
         outcome = ranks->settle(attempt([&] { return program.commands[program.chosen()].execute(arguments, *ranks); }));
-    if (!outcome.failure.ok() && (ranks ? ranks->speaks() : is_first_of_launch())) tell(outcome.failure.message());
+    if (!outcome.failure.ok() && (ranks ? ranks->speaks() : is_first_of_launch()))
+        std::fprintf(stderr, "latent-moe: error: %s\n", outcome.failure.message().c_str());
     return outcome.status;
 }
 

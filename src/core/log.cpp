@@ -6,6 +6,8 @@
 #include <cstdlib>
 #include <string>
 
+#include "core/one_line.h"
+
 namespace latent_moe {
 namespace {
 
@@ -26,9 +28,8 @@ LogLevel log_level() noexcept {
 void write_log(LogLevel level, std::string_view line) noexcept {
     try {
         // One write, so that lines of several ranks do not mix; one line, whatever a message holds.
-        std::string text = fmt::format("[latent-moe] {}: {}\n", level_names[static_cast<std::size_t>(level)], line);
-        std::replace_if(
-            text.begin(), text.end() - 1, [](char each) { return each == '\n' || each == '\r'; }, ' ');
+        const std::string text =
+            fmt::format("[latent-moe] {}: {}\n", level_names[static_cast<std::size_t>(level)], one_line(line));
         std::fwrite(text.data(), 1, text.size(), stderr);
     } catch (...) {  // NOLINT(bugprone-empty-catch)
     }

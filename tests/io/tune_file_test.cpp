@@ -45,6 +45,7 @@ TEST(TuneFile, RefusesWhatIsBrokenAndNamesThePlace) {
     };
     const std::vector<Broken> all = {
         {"/schema", "latent-moe/tune/2", "expected schema latent-moe/tune/1"},
+        {"/schema", "two\nlines", "two\\nlines"},
         {"/tables", 3, "has no list of tables"},
         {"/tables/0", 3, "table 0: is a JSON number, expected an object"},
         {"/tables/0/device", 3, "table 0: device is a JSON number, expected a string"},
