@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gpu/kernels/fused_tail.h"
@@ -34,17 +35,33 @@ public:
     void release_workspace() noexcept { workspace_ = {}; }
     void reset(void* base, cudaStream_t stream) const;
 
+    /// What is there to call with while a context is made: contents do not matter, but are not all equal.
+    struct Trial {
+        ConstRows routed;  ///< [rows, latent]
+        ConstRows shared;  ///< [rows, hidden]
+        Rows out;          ///< [rows, hidden]
+        std::int64_t rows = 0;
+    };
+    /// Collective: takes for each class of token counts what all ranks together find fastest (fused_choice.h). The windows
+    /// are to be reset afterwards, and the largest grid is registered before. No cut has more CTAs than `grid()` says.
+    void choose_by_measurement(const Bootstrap& bootstrap, const Exchange& exchange, const Trial& trial,
+                               cudaStream_t stream);
+    const std::vector<FusedTailPlan>& plans() const noexcept { return plans_; }
+    /// What `plans` of a part for the same ranks, shape and devices said.
+    void take(std::vector<FusedTailPlan> plans) { plans_ = std::move(plans); }
+
     /// `exchange.window` has this part's bases. `overlaps`: the kernel may start early and let its successor do so, where
     /// the call asks for that. Enqueues one kernel.
     void run(const TailCall& call, const GpuPackedLayer& layer, const Exchange& exchange, bool overlaps,
              cudaStream_t stream) const;
 
 private:
-    std::string plan(int max_ctas);
+    std::string plan();
     const FusedTailPlan& plan_for(std::int64_t tokens) const noexcept;
 
     Shape shape_;
     FusedTailShape tail_shape_;
+    int max_ctas_;
     std::vector<FusedTailPlan> plans_;  // by ascending rows
     DeviceMemory workspace_;
     std::string missing_;

@@ -19,6 +19,7 @@
 #include "gpu/gpu_device.h"
 #include "gpu/kernel_tracer.h"
 #include "gpu/kernels/combine_rows.h"
+#include "gpu/kernels/convert.h"
 #include "gpu/kernels/kernels.h"
 #include "gpu/lane.h"
 #include "gpu/machine.h"
@@ -184,6 +185,7 @@ public:
                 const int ctas = std::max(grids.alone, fused_->grid());
                 together(bootstrap_, "co-residency",
                          [&] { reservation_ = GridReservation(topology_.device, ctas, options_.reserved_sms); });
+                choose_fused_cut();
             }
         }
         acquire_check();
@@ -398,19 +400,30 @@ private:
     }
 
     /// Collective: the user's or the default, as rank 0 has it.
-    std::int64_t agreed_bytes(const char* variable, std::int64_t otherwise) const {
-        const char* given = std::getenv(variable);
-        return gather(bootstrap_, given != nullptr ? std::int64_t{std::strtoll(given, nullptr, 10)} : otherwise).front();
+    std::int64_t agreed_number(const char* variable, std::int64_t otherwise) const {
+        std::int64_t number = otherwise;
+        together(bootstrap_, "environment", [&] {
+            const char* given = std::getenv(variable);
+            if (given == nullptr) return;
+            char* end = nullptr;
+            number = std::strtoll(given, &end, 10);
+            if (end == given || *end != '\0' || number < 0) {
+                throw Error(StatusCode::invalid_argument,
+                            fmt::format("{} is '{}', expected a whole number of 0 or more", variable, given));
+            }
+        });
+        return gather(bootstrap_, number).front();
     }
 
     /// From which sizes on messages go another way. In a batch-invariant context none does: through the mailboxes, in one
     /// stage.
     void choose_ways() {
         if (options_.batch_invariant) return;
-        nccl_from_bytes_ = agreed_bytes("LATENT_MOE_NCCL_FROM_BYTES", world() == 2 ? nccl_pays_from_bytes : INT64_MAX);
+        nccl_from_bytes_ = agreed_number("LATENT_MOE_NCCL_FROM_BYTES", world() == 2 ? nccl_pays_from_bytes : INT64_MAX);
         nccl_from_bytes_ = std::min(nccl_from_bytes_, options_.other_reducer_from_bytes);
-        bulk_from_bytes_ = agreed_bytes("LATENT_MOE_BULK_FROM_BYTES", bulk_pays_from_bytes);
-        one_stage_bytes_ = agreed_bytes("LATENT_MOE_ONE_STAGE_BYTES", vendor::one_stage_bytes(world()));
+        bulk_from_bytes_ = agreed_number("LATENT_MOE_BULK_FROM_BYTES", bulk_pays_from_bytes);
+        one_stage_bytes_ = agreed_number("LATENT_MOE_ONE_STAGE_BYTES", vendor::one_stage_bytes(world()));
+        measures_fused_cut_ = agreed_number("LATENT_MOE_MEASURE_FUSED", 0) != 0;
     }
 
     /// Processes need NCCL for everything; threads only where it is faster.
@@ -519,6 +532,28 @@ private:
         for (int r = 0; r < world(); ++r) fused_exchange_.window.base[r] = fused_base(r);
     }
 
+    /// Collective, with the grid registered: once a context, since a cut decides bits.
+    void choose_fused_cut() {
+        if (!measures_fused_cut_ || !fused_->missing().empty() || topology_.shares_devices()) return;
+        if (!fused_cuts_.empty()) return fused_->take(fused_cuts_);
+        together(bootstrap_, "choice of the fused tail's cut", [&] {
+            for (const DeviceMemory* memory : {&latent_, &shared_}) {
+                check(fill_noise(memory->get(), Dtype::bf16, static_cast<std::int64_t>(memory->bytes() / 2),
+                                 setup_stream_.get()),
+                      "noise kernel");
+            }
+        });
+        fused_->choose_by_measurement(
+            bootstrap_, fused_exchange_,
+            {.routed = {latent_.get()}, .shared = {shared_.get()}, .out = {product_out_.get()}, .rows = block_tokens_},
+            setup_stream_.get());
+        fused_cuts_ = fused_->plans();
+        together(bootstrap_, "peer window", [&] {
+            fused_->reset(fused_base(rank()), setup_stream_.get());
+            check(cudaStreamSynchronize(setup_stream_.get()), "window kernel");
+        });
+    }
+
     /// All but the window's bases.
     Exchange exchange_of(int record, std::int64_t slot_bytes) const noexcept {
         return {.window = {.base = {}, .rank = rank(), .world = world()},
@@ -610,6 +645,8 @@ private:
     std::optional<GpuLane> main_;
     std::optional<GpuLane> side_;
     std::optional<FusedPart> fused_;
+    std::vector<FusedTailPlan> fused_cuts_;  ///< that were measured
+    bool measures_fused_cut_ = false;
     Exchange fused_exchange_{};
     std::optional<GpuDeviceCheck> check_;
     CallIdentity identity_;

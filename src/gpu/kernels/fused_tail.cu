@@ -26,6 +26,9 @@
 // rank, because a column has one owner.
 #include "gpu/kernels/fused_tail.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "gpu/kernels/fused_tail_gather.cuh"
 #include "gpu/kernels/fused_tail_mailboxes.cuh"
 #include "gpu/kernels/fused_tail_math.cuh"
@@ -372,16 +375,17 @@ cudaError_t fused_tail_fits(const FusedTailShape& shape, const FusedTailPlan& pl
     return resident >= plan.clusters ? cudaSuccess : cudaErrorLaunchOutOfResources;
 }
 
-cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, int max_ctas, FusedTailPlan* plan) {
-    if (!fused::valid(shape) || tokens < 0 || max_ctas < 1 || !plan) return cudaErrorInvalidValue;
+cudaError_t fused_tail_plans(const FusedTailShape& shape, std::int64_t tokens, int max_ctas, bool float8,
+                             std::vector<FusedTailPlan>* plans) {
+    if (!fused::valid(shape) || tokens < 0 || max_ctas < 1 || !plans) return cudaErrorInvalidValue;
     // The narrowest tile that holds all tokens, else the widest there is; if it does not fit, narrower ones.
     int width = 8;
     while (width < tokens && width < 128) width *= 2;
     for (; width >= 8; width /= 2) {
-        std::int64_t best = INT64_MAX;
+        std::vector<std::pair<std::int64_t, FusedTailPlan>> found;  // with their costs
         for (const fused::Compiled& tile : fused::tiles) {
             // The same tile, more known, takes the same plans.
-            if (tile.tokens != width || tile.known.split != 0 || tile.known.float8 != plan->float8) continue;
+            if (tile.tokens != width || tile.known.split != 0 || tile.known.float8 != float8) continue;
             for (int split = 1; split <= fused::max_split; split *= 2) {
                 FusedTailPlan candidate;
                 candidate.float8 = tile.known.float8;
@@ -409,10 +413,14 @@ cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, in
                 const std::int64_t latents =
                     std::int64_t{p.block_stride} * tile.token_bytes * (tile.pooled ? 1 : shape.world);
                 const std::int64_t cost = weights + latents + (turns - 1) * 150'000 - tile.rows;
-                if (cost < best) best = cost, *plan = candidate;
+                found.emplace_back(cost, candidate);
             }
         }
-        if (best != INT64_MAX) return cudaSuccess;
+        if (found.empty()) continue;
+        std::ranges::stable_sort(found, {}, [](const auto& each) { return each.first; });
+        plans->clear();
+        for (const auto& each : found) plans->push_back(each.second);
+        return cudaSuccess;
     }
     return cudaErrorLaunchOutOfResources;
 }

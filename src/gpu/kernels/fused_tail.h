@@ -18,6 +18,7 @@
 
 #include <array>
 #include <cstdint>
+#include <vector>
 
 #include "gpu/primitives/window.h"
 #include "gpu/runtime/device_api.h"
@@ -60,9 +61,19 @@ int fused_tail_grid(const FusedTailPlan& plan);
 /// here.
 cudaError_t prepare_fused_tail();
 
-/// Chooses for calls of up to `tokens` rows, and weights as `plan->float8` says, with at most `max_ctas` CTAs, all resident
-/// at once (asks the device). cudaErrorInvalidValue: outside the limits; cudaErrorLaunchOutOfResources: nothing fits.
-cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, int max_ctas, FusedTailPlan* plan);
+/// The cuts of calls of up to `tokens` rows that can run here with at most `max_ctas` CTAs, all resident at once (asks the
+/// device), best first by what a CTA of each must take in. All have the same `tokens`; the sums' order differs from one to
+/// another. cudaErrorInvalidValue: outside the limits; cudaErrorLaunchOutOfResources: nothing fits.
+cudaError_t fused_tail_plans(const FusedTailShape& shape, std::int64_t tokens, int max_ctas, bool float8,
+                             std::vector<FusedTailPlan>* plans);
+
+/// The first of them, for weights as `plan->float8` says.
+inline cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, int max_ctas, FusedTailPlan* plan) {
+    std::vector<FusedTailPlan> plans;
+    const cudaError_t error = fused_tail_plans(shape, tokens, max_ctas, plan->float8, &plans);
+    if (error == cudaSuccess) *plan = plans.front();
+    return error;
+}
 
 /// Whether this plan can run this shape here, its whole grid resident.
 cudaError_t fused_tail_fits(const FusedTailShape& shape, const FusedTailPlan& plan);

@@ -107,8 +107,9 @@ cudaError_t fused_tail_fits(const FusedTailShape& shape, const FusedTailPlan& pl
     return ctas * multiprocessors >= fused_tail_grid(plan) ? cudaSuccess : cudaErrorLaunchOutOfResources;
 }
 
-cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, int max_ctas, FusedTailPlan* plan) {
-    if (!valid(shape) || tokens < 0 || max_ctas < 2 || plan == nullptr) return cudaErrorInvalidValue;
+cudaError_t fused_tail_plans(const FusedTailShape& shape, std::int64_t tokens, int max_ctas, bool float8,
+                             std::vector<FusedTailPlan>* plans) {
+    if (!valid(shape) || tokens < 0 || max_ctas < 2 || float8 || plans == nullptr) return cudaErrorInvalidValue;
     FusedTailPlan candidate;
     candidate.tokens = tokens <= 16 ? 16 : tokens <= 32 ? 32 : most_tokens;
     candidate.rows = tile_columns, candidate.split = 1;
@@ -116,7 +117,7 @@ cudaError_t plan_fused_tail(const FusedTailShape& shape, std::int64_t tokens, in
     const int most = std::min(max_ctas, max_grid) - 1, turns = (tiles + most - 1) / most;
     candidate.clusters = (tiles + turns - 1) / turns;  // no more than the same number of turns needs
     if (const cudaError_t e = fused_tail_fits(shape, candidate); e != cudaSuccess) return e;
-    *plan = candidate;
+    *plans = {candidate};
     return cudaSuccess;
 }
 

@@ -1,5 +1,7 @@
-// What a thread has asked of the stub and of the allocator.
+// What a thread has asked of the stub and of the allocator, and how long the stub's kernels take there.
 #pragma once
+
+#include <cuda_runtime_api.h>
 
 #include <cstdint>
 
@@ -12,5 +14,10 @@ struct Counts {
 };
 
 Counts& counts() noexcept;
+
+/// Microseconds of a thread's kernels by how they are launched, which its events then show. None: every event is a
+/// millisecond after the one before.
+using KernelTime = double (*)(const cudaLaunchConfig_t& config);
+KernelTime& kernel_time() noexcept;
 
 }  // namespace latent_moe::test

@@ -15,9 +15,15 @@ Counts& counts() noexcept {
     return of_thread;
 }
 
+KernelTime& kernel_time() noexcept {
+    thread_local KernelTime of_thread = nullptr;
+    return of_thread;
+}
+
 }  // namespace latent_moe::test
 
 using latent_moe::test::counts;
+using latent_moe::test::kernel_time;
 
 // The other forms come here.
 void* operator new(std::size_t bytes) {
@@ -50,10 +56,17 @@ int succeed() {
     return 0;
 }
 
-/// Handles that nobody looks into.
+thread_local double clock_us = 0;
+
+/// An event is when it was recorded.
+double& time_of(cudaEvent_t event) {
+    return *reinterpret_cast<double*>(event);
+}
+
+/// Handles that nobody else looks into.
 template <typename Handle>
 cudaError_t make(Handle* handle) {
-    *handle = static_cast<Handle>(std::malloc(1));
+    *handle = static_cast<Handle>(std::calloc(1, sizeof(double)));
     return cudaSuccess;
 }
 
@@ -225,8 +238,9 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
     std::free(event);
     return cudaSuccess;
 }
-cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
     ++counts().others;
+    time_of(event) = clock_us;
     return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t) {
@@ -237,9 +251,9 @@ cudaError_t cudaEventQuery(cudaEvent_t) {
     ++counts().others;
     return cudaSuccess;
 }
-cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) {
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
     ++counts().others;
-    *ms = 1;
+    *ms = kernel_time() == nullptr ? 1 : static_cast<float>((time_of(end) - time_of(begin)) / 1000);
     return cudaSuccess;
 }
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
@@ -287,8 +301,9 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* count, const void*, const cudaLa
     *count = multiprocessors / static_cast<int>(config->gridDim.x);
     return cudaSuccess;
 }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) {
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, void**) {
     ++counts().launches;
+    if (kernel_time() != nullptr) clock_us += kernel_time()(*config);
     return cudaSuccess;
 }
 cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, std::size_t, cudaStream_t) {
