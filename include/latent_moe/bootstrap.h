@@ -18,12 +18,17 @@ struct Bootstrap {
     int world = 1;
 
     /// Gathers `bytes` bytes from every rank, in rank order, into `received` (`world * bytes` bytes) on every rank.
-    /// Collective. Reports failure by throwing. Used while a context is created, sealed, suspended or resumed, never by a
-    /// tail on a GPU.
-    std::function<void(const void* send, void* received, std::size_t bytes)> all_gather_bytes;
+    /// Collective. Used while a context is created, sealed, suspended or resumed, by tails on the CPU if there is no
+    /// `transport`, never by a tail on a GPU; in the thread that called the library, one at a time for a context; for some
+    /// bytes to some megabytes.
+    ///
+    /// How long it waits for a rank is its own affair: let it give up. It reports failure by throwing, and what it throws
+    /// during set-up is what the caller gets: `Error(timeout)`, say. In a call an `Error` keeps its code, and another
+    /// std::exception becomes `unavailable`.
+    std::function<void(const void* send, void* received, std::size_t bytes)> all_gather_bytes = {};
 
     /// How CPU tails move their data. Adapters set it; when null, `all_gather_bytes` is used (right, but slow).
-    std::shared_ptr<Transport> transport;
+    std::shared_ptr<Transport> transport = {};
 
     /// Ranks of this group that run on this machine (they share its cores and its GPUs).
     int local_world = 1;

@@ -39,7 +39,7 @@ using Stream = void*;
 /// where an entry of the map below 0 drops its slot. The map's entries must be below `count`; on a GPU, where they cannot be
 /// checked, one that is not makes its token's row NaN.
 struct DeferredRows {
-    ConstRows rows;                     ///< [count, latent] in the activation dtype; the stride may be larger
+    ConstRows rows = {};                ///< [count, latent] in the activation dtype; the stride may be larger
     std::int64_t count = 0;             ///< rows that there are
     std::int64_t slots = 0;             ///< experts of a token
     const void* weights = nullptr;      ///< [tokens, slots], contiguous
@@ -50,12 +50,12 @@ struct DeferredRows {
 /// The inputs of one call, `tokens` rows each, in the shape's activation dtype. Read only by the work that the call
 /// enqueues; never written unless `consume_shared` says so.
 struct TailInput {
-    ConstRows routed;                        ///< [tokens, latent]: this rank's summand
+    ConstRows routed = {};                   ///< [tokens, latent]: this rank's summand
     const DeferredRows* deferred = nullptr;  ///< in place of `routed`, in a context with `Options::deferred_finalize`; read
                                              ///< by the call itself, so it may be gone afterwards
-    ConstRows shared;                        ///< [tokens, hidden]: as `Options::shared` says; null when absent
-    ConstRows prefix;  ///< [tokens, hidden]: added last, in the activation dtype; the same on every rank; may be null. For a
-                       ///< sequence-parallel context this rank's own rows of it, like `out`
+    ConstRows shared = {};                   ///< [tokens, hidden]: as `Options::shared` says; null when absent
+    ConstRows prefix = {};  ///< [tokens, hidden]: added last, in the activation dtype; the same on every rank; may be null.
+                            ///< For a sequence-parallel context this rank's own rows of it, like `out`
     std::int64_t tokens = 0;      ///< 0 is a call like any other: every rank must make it
     bool consume_shared = false;  ///< `shared` may be overwritten (no tail needs that today)
 
@@ -108,6 +108,7 @@ public:
     /// so under capture). `prefix` may not overlap `out`.
     Status finish(ConstRows routed, ConstRows prefix = {}, Stream stream = nullptr) const noexcept;
 
+    /// -1 for a layer that was moved from.
     std::int64_t id() const noexcept;
 
 private:
@@ -145,7 +146,7 @@ public:
     /// In the order of `add_layer`.
     Layer layer(std::size_t index) const;
 
-    /// What would run for so many tokens, and why.
+    /// What would run for so many tokens, and why. Throws `invalid_argument` for a negative number.
     Plan plan(std::int64_t tokens) const;
     /// The rows of the output that `rank` owns when it is sharded by tokens: nearly equal, in rank order.
     TokenRange own_tokens(std::int64_t tokens, int rank) const noexcept;

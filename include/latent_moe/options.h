@@ -20,7 +20,7 @@ struct Options {
                                       ///< creation the bootstrap's own timeout counts
     bool keep_whole_weights = false;  ///< keep the whole W_up on every rank: what every tail but `column_parallel` and
                                       ///< `fused` needs when there are several ranks, at `world` times the bytes
-    std::optional<Tail> tail;         ///< run only this tail; creation fails if it can run for no number of tokens
+    std::optional<Tail> tail = {};    ///< run only this tail; creation fails if it can run for no number of tokens
     std::array<std::int64_t, tail_count> tail_token_limit =
         no_limits();  ///< by `Tail`: most tokens for which it may be chosen
     std::string tune_table =
@@ -54,7 +54,8 @@ struct Options {
 
     std::int64_t self_check_period = 0;  ///< one call in so many of each layer is checked against the unfused chain, and the
                                          ///< layer's packed weights against their checksum; 0: none (docs/reliability.md)
-    std::string self_check_folder;  ///< where the inputs of a mismatch are saved; empty: the current folder. Not compared
+    std::string self_check_folder =
+        {};  ///< where the inputs of a mismatch are saved; empty: the current folder. Not compared
 
     static constexpr std::array<std::int64_t, tail_count> no_limits() {
         std::array<std::int64_t, tail_count> limits{};

@@ -427,7 +427,6 @@ latent_moe_status latent_moe_context_plan(const latent_moe_context* context, int
     return guarded([&] {
         const latent_moe::Context& of = present("context", context).context;
         latent_moe_plan*& out = present("plan", plan);
-        if (tokens < 0) refuse(fmt::format("tokens is {}, expected at least 0", tokens));
         out = new latent_moe_plan{of.plan(tokens)};
     });
 }

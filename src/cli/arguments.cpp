@@ -217,8 +217,9 @@ void add_context_options(CLI::App& app, Arguments& arguments) {
     app.add_flag("--sequence-parallel", arguments.sequence_parallel, "each rank wants only its own rows of the output")
         ->group(rank_group);
     app.add_flag("--expert-parallel", arguments.expert_parallel, "the ranks split experts, not columns")->group(rank_group);
-    app.add_flag("!--no-custom-all-reduce", arguments.custom_all_reduce,
-                 "the engine has custom all-reduces switched off: the vendor's collectives do it all")
+    app.add_flag_callback(
+           "--no-custom-all-reduce", [&arguments] { arguments.custom_all_reduce = false; },
+           "the engine has custom all-reduces switched off: the vendor's collectives do it all")
         ->group(rank_group);
     app.add_flag("--captured", arguments.captured, "the calls will be captured in graphs")->group(rank_group);
     add_number(app, "--other-reducer-from-bytes", arguments.other_reducer_from_bytes,
@@ -239,8 +240,9 @@ void add_context_options(CLI::App& app, Arguments& arguments) {
                for (const std::string& text : texts) {
                    const std::size_t equals = text.find('=');
                    if (equals == std::string::npos) refuse(fmt::format("--limit is '{}', expected TAIL=TOKENS", text));
-                   arguments.limits.emplace_back(parse_tail(text.substr(0, equals), "--limit"),
-                                                 parse_whole(text.substr(equals + 1), "--limit", text));
+                   const std::int64_t most = parse_whole(text.substr(equals + 1), "--limit", text);
+                   if (most < 0) refuse(fmt::format("--limit is '{}', expected at least 0 tokens", text));
+                   arguments.limits.emplace_back(parse_tail(text.substr(0, equals), "--limit"), most);
                }
            },
            "most tokens for which a tail may be chosen; may be repeated")

@@ -3,8 +3,8 @@
 
 #include "cli/command.h"
 #include "cli/output.h"
+#include "core/one_line.h"
 #include "io/checkpoint.h"
-#include "io/report.h"
 #include "latent_moe/status.h"
 
 namespace latent_moe::cli {
@@ -47,7 +47,7 @@ int execute(const Arguments& arguments, Ranks& ranks) {
         const std::string norm = layer.gamma ? fmt::format("rms, {}", name(layer.gamma->dtype)) : "none";
         table.row({fmt::format("{}", layer.number), io::name(layer.family),
                    fmt::format("[{}, {}]", layer.hidden(), layer.latent()), name(layer.up_projection.dtype), scale, norm,
-                   preset.empty() ? "-" : preset, io::printable(layer.file.filename().string())});
+                   preset.empty() ? "-" : preset, one_line(layer.file.filename().string())});
         json["layers"].push_back({{"layer", layer.number},
                                   {"family", io::name(layer.family)},
                                   {"hidden", layer.hidden()},

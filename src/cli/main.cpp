@@ -9,6 +9,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <iostream>
 #include <string>
 #include <vector>
 
@@ -108,6 +109,7 @@ int run_program(int count, char** texts) {
         } catch (const CLI::Success& help) {  // --help or --version
             helped = true;
             if (is_first_of_launch()) program.app.exit(help);
+            if (!std::cout.flush()) throw Error(StatusCode::io, "standard output: cannot write the help");
             return done;
         } catch (const CLI::ParseError& error) {
             throw Error(StatusCode::invalid_argument, usage_problem(error.what()));
@@ -139,9 +141,11 @@ int run_program(int count, char** texts) {
 }  // namespace latent_moe::cli
 
 int main(int count, char** texts) {
-    // A standard stream that is closed must not become the next file that is opened.
+    // A standard stream that is closed must not become the next file that is opened; what is written to a closed output
+    // must not be lost unsaid, so nothing can be.
     for (const int descriptor : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
-        if (::fcntl(descriptor, F_GETFD) < 0 && ::open("/dev/null", O_RDWR) < 0) return latent_moe::cli::machine_cannot;
+        const int way = descriptor == STDOUT_FILENO ? O_RDONLY : O_RDWR;
+        if (::fcntl(descriptor, F_GETFD) < 0 && ::open("/dev/null", way) < 0) return latent_moe::cli::machine_cannot;
     }
     // The program says itself what went wrong, in one line; the library may add to it where it is asked to.
     ::setenv("LATENT_MOE_LOG", "off", 0);

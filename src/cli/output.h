@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cli/arguments.h"
+#include "core/one_line.h"
 #include "io/output_file.h"
 
 namespace latent_moe::cli {
@@ -41,7 +42,7 @@ public:
 
     template <typename... Values>
     void line(fmt::format_string<Values...> format, Values&&... values) {
-        if (prints_) write(fmt::format(format, std::forward<Values>(values)...) + '\n');
+        if (prints_) write(one_line(fmt::format(format, std::forward<Values>(values)...)) + '\n');
     }
     void table(const Table& table) {
         if (prints_) write(table.text());

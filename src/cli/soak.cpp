@@ -424,8 +424,10 @@ void report(Output& output, const Arguments& arguments, const Result& result, co
                     bytes_text(static_cast<double>(peak_resident_bytes())));
         if (result.holdings.front().device != 0) output.line("on the GPU: {}", first_to_last(&Holdings::device));
     }
-    for (const Failure& failure : result.failures)
-        output.line("FAIL: call {}: {}\n      again: {}", failure.call, failure.what, replay_command(arguments, failure));
+    for (const Failure& failure : result.failures) {
+        output.line("FAIL: call {}: {}", failure.call, failure.what);
+        output.line("      again: {}", replay_command(arguments, failure));
+    }
     if (grown) output.line("FAIL: {}", *grown);
     output.line("{} wrong", result.failures.size());
 }

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstring>
 #include <mutex>
+#include <new>
 #include <vector>
 
 #include "latent_moe/shape.h"
@@ -53,6 +54,13 @@ public:
         } catch (const Error& error) {
             abort(error.what());
             throw;
+        } catch (const std::bad_alloc&) {
+            abort(fmt::format("out of memory on rank {}", rank_));
+            throw;
+        } catch (const std::exception& error) {
+            gave_up(error.what());
+        } catch (...) {
+            gave_up("an exception that is not a std::exception");
         }
     }
 
@@ -63,6 +71,14 @@ public:
     }
 
 private:
+    /// What an all-gather that is the caller's threw.
+    [[noreturn]] void gave_up(const char* what) {
+        const Error error(StatusCode::unavailable,
+                          fmt::format("the bootstrap's all_gather_bytes failed on rank {}: {}", rank_, what));
+        abort(error.what());
+        throw error;
+    }
+
     // Message of a rank: its rows for every rank, in rank order, padded to the longest message of all ranks.
     void exchange_once(const ExchangeHeader& header, std::span<const Region> outgoing, Consume consume) {
         const auto ranks = static_cast<std::size_t>(world_);

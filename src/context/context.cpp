@@ -21,6 +21,7 @@
 #include "core/agreement.h"
 #include "core/deferred.h"
 #include "core/log.h"
+#include "core/one_line.h"
 #include "core/partition.h"
 #include "core/planner.h"
 #include "core/tune_table.h"
@@ -152,7 +153,8 @@ public:
         return Fault{.message = device.message() + *saved_};
     }
 
-    void abort(const std::string& reason) {
+    void abort(const std::string& given) {
+        const std::string reason = one_line(given);
         record({.message = reason});
         backend->abort(reason);
     }
@@ -431,6 +433,7 @@ PackedLayer& ContextAccess::packed_layer(const Context& context, std::size_t ind
 }
 
 Plan Context::plan(std::int64_t tokens) const {
+    if (tokens < 0) throw Error(StatusCode::invalid_argument, fmt::format("tokens is {}, expected at least 0", tokens));
     return state_of(state_).planner.plan(tokens);
 }
 TokenRange Context::own_tokens(std::int64_t tokens, int rank) const noexcept {
@@ -463,8 +466,9 @@ void Context::abort(const std::string& reason) {
 }
 
 void Context::suspend() {
-    static_cast<void>(state_of(state_));
-    Agreement("suspend").confirm(state_->bootstrap, state_->suspended ? "the context is suspended already" : "");
+    agreed_step(state_of(state_).bootstrap, Agreement("suspend"), [&] {
+        if (state_->suspended) throw Error(StatusCode::unsupported, "the context is suspended already");
+    });
     state_->backend->release_workspace();
     state_->suspended = true;
     log(LogLevel::info, "{}: suspended", state_->title());
@@ -482,7 +486,7 @@ void Context::resume() {
 }
 
 std::int64_t Layer::id() const noexcept {
-    return state_->layers[index_].id;
+    return state_ ? state_->layers[index_].id : -1;
 }
 
 namespace {

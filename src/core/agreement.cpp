@@ -43,14 +43,35 @@ void require_own(const Bootstrap& bootstrap, bool same) {
                     bootstrap.rank, bootstrap.world));
 }
 
+/// What a rank says of itself before it says more.
+struct Announcement {
+    std::uint64_t length;  ///< of its message
+    std::int32_t rank, world;
+    bool operator==(const Announcement&) const = default;
+};
+
+/// Two ranks with one number, or ranks in another order than the all-gather's, would each sum what is not theirs.
+void require_in_order(const Bootstrap& bootstrap, const std::vector<Announcement>& all) {
+    for (int place = 0; place < bootstrap.world; ++place) {
+        const Announcement& found = all[static_cast<std::size_t>(place)];
+        if (found.rank == place && found.world == bootstrap.world) continue;
+        throw Error(
+            StatusCode::mismatch,
+            fmt::format("place {} of what the bootstrap's all_gather_bytes gave rank {} of {} is from rank {} of {}, "
+                        "expected rank {} of {}",
+                        place, bootstrap.rank, bootstrap.world, found.rank, found.world, place, bootstrap.world));
+    }
+}
+
 std::vector<std::string> gather(const Bootstrap& bootstrap, const std::string& message) {
     const auto ranks = static_cast<std::size_t>(bootstrap.world);
-    const std::uint64_t length = message.size();
-    std::vector<std::uint64_t> lengths(ranks);
-    bootstrap.all_gather_bytes(&length, lengths.data(), sizeof length);
-    require_own(bootstrap, lengths[static_cast<std::size_t>(bootstrap.rank)] == length);
+    const Announcement mine{message.size(), bootstrap.rank, bootstrap.world};
+    std::vector<Announcement> all(ranks);
+    bootstrap.all_gather_bytes(&mine, all.data(), sizeof mine);
+    require_in_order(bootstrap, all);
+    require_own(bootstrap, all[static_cast<std::size_t>(bootstrap.rank)] == mine);
     std::uint64_t longest = 0;
-    for (const std::uint64_t each : lengths) longest = std::max(longest, each);
+    for (const Announcement& each : all) longest = std::max(longest, each.length);
     if (longest == 0) return std::vector<std::string>(ranks);  // no caller's all-gather need bear one of no bytes
     std::string padded = message;
     padded.resize(longest);
@@ -59,7 +80,8 @@ std::vector<std::string> gather(const Bootstrap& bootstrap, const std::string& m
     require_own(bootstrap, std::equal(padded.begin(), padded.end(),
                                       received.begin() + static_cast<std::ptrdiff_t>(longest) * bootstrap.rank));
     std::vector<std::string> messages;
-    for (std::size_t rank = 0; rank < ranks; ++rank) messages.emplace_back(received.data() + rank * longest, lengths[rank]);
+    for (std::size_t rank = 0; rank < ranks; ++rank)
+        messages.emplace_back(received.data() + rank * longest, all[rank].length);
     return messages;
 }
 

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "core/one_line.h"
+
 namespace latent_moe::io {
 namespace {
 
@@ -32,7 +34,7 @@ std::string JsonPart::text(const char* name) const {
     const auto& held = value.get_ref<const std::string&>();
     if (held.size() > longest_text)
         refuse(fmt::format("{} has {} bytes, expected at most {}", name, held.size(), longest_text));
-    if (printable(held) != held) refuse(fmt::format("{} is {}, expected no control characters", name, quote(held)));
+    if (one_line(held) != held) refuse(fmt::format("{} is {}, expected no control characters", name, quote(held)));
     return held;
 }
 

@@ -4,6 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "core/one_line.h"
 #include "io/json_part.h"
 #include "io/mapped_file.h"
 #include "io/strict_json.h"
@@ -72,7 +73,7 @@ MachineKind machine_of(const nlohmann::json& value, std::string_view source) {
     const nlohmann::json& unmeasured = part.field("unmeasured");
     if (!unmeasured.is_array()) part.refuse("unmeasured is no list");
     for (const nlohmann::json& each : unmeasured) {
-        if (!each.is_string() || printable(each.get<std::string>()) != each.get<std::string>())
+        if (!each.is_string() || one_line(each.get<std::string>()) != each.get<std::string>())
             part.refuse(fmt::format("unmeasured holds {}, expected names of constants", JsonPart::shown(each)));
         kind.unmeasured.push_back(each.get<std::string>());
     }

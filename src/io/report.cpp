@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <system_error>
 
+#include "core/one_line.h"
 #include "latent_moe/status.h"
 
 namespace latent_moe::io {
@@ -24,30 +25,16 @@ std::string_view clip(std::string_view text) {
 
 }  // namespace
 
-std::string printable(std::string_view text) {
-    std::string line;
-    line.reserve(text.size());
-    for (const char character : text) {
-        const auto byte = static_cast<unsigned char>(character);
-        if (byte < 0x20 || byte == 0x7F) {
-            line += fmt::format("\\x{:02x}", byte);
-        } else {
-            line += character;
-        }
-    }
-    return line;
-}
-
 std::string quote(std::string_view text) {
-    if (text.size() <= longest_quote) return fmt::format("\"{}\"", printable(text));
-    return fmt::format("\"{}...\"", printable(clip(text)));
+    if (text.size() <= longest_quote) return fmt::format("\"{}\"", one_line(text));
+    return fmt::format("\"{}...\"", one_line(clip(text)));
 }
 
 namespace {
 
 /// A path without characters is named by its quotes.
 std::string named(std::string_view source) {
-    return source.empty() ? "\"\"" : printable(source);
+    return source.empty() ? "\"\"" : std::string(source);
 }
 
 }  // namespace

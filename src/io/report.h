@@ -1,4 +1,4 @@
-// How src/io words its errors: one line that names the file, whatever bytes a hostile file puts into its names.
+// How src/io words its errors: one line that names the file.
 #pragma once
 
 #include <string>
@@ -6,10 +6,7 @@
 
 namespace latent_moe::io {
 
-/// `text` with control characters escaped, so that it cannot break the line that it is printed in.
-std::string printable(std::string_view text);
-
-/// `text` printable, clipped and in double quotes: for names that come out of a file.
+/// `text` in one line, clipped and in double quotes: for names that come out of a file.
 std::string quote(std::string_view text);
 
 /// Throws `Error(io)`: the file is missing, unreadable or malformed.

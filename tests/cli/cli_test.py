@@ -131,6 +131,7 @@ class Usage(Case):
         self.refuse(2, ["run takes one"], "run", *SMALL, "--tail", "all")
         self.refuse(2, ["one number"], "run", *SMALL, "--tokens", "1,2")
         self.refuse(2, ["--limit"], "explain", *SMALL, "--limit", "fused")
+        self.refuse(2, ["--limit is 'fused=-1'"], "explain", *SMALL, "--limit", "fused=-1")
         self.refuse(2, ["--input-state is 'raw,warm'", "'warm'"], "bench", *SMALL, "--input-state", "raw,warm")
         self.refuse(2, ["--dependent-launch is 'maybe'", "on, off or both"], "bench", *SMALL, "--dependent-launch", "maybe")
         for seed in ("-1", "1e3", "18446744073709551616"):
@@ -184,6 +185,12 @@ class Usage(Case):
         os.makedirs(self.path("checkpoint/model-00002-of-00002.safetensors"))
         self.refuse(2, ["is a directory"], *both, "--quiet")  # and the first shard is not left behind
 
+    def test_names_of_any_bytes_are_told_in_one_line(self):
+        name = "two\nlines \x1b[31m"
+        run = self.succeed("run", *SMALL, "--repeats", 1, "--out", self.path(name))
+        self.assertIn("two\\nlines \\x1b[31m", run)
+        self.refuse(2, ["missing\\nfile"], "run", *SMALL, "--weights", "missing\nfile")
+
     def test_outputs_take_the_place_of_nothing_that_is_read_or_written(self):
         inputs = self.make_inputs()
         model = self.make_checkpoint()
@@ -206,6 +213,11 @@ class Usage(Case):
     def test_standard_output_that_cannot_be_written(self):
         with open("/dev/full", "w") as full:
             done = subprocess.run([PROGRAM, "info"], stdout=full, stderr=subprocess.PIPE, text=True)
+        self.assertEqual((done.returncode, done.stderr.count("\n")), (2, 1))
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([PROGRAM, "--help"], stdout=full, stderr=subprocess.PIPE, text=True)
+        self.assertEqual((done.returncode, done.stderr), (2, "latent-moe: error: standard output: cannot write the help\n"))
+        done = subprocess.run(f"{PROGRAM} info >&-", shell=True, stderr=subprocess.PIPE, text=True)
         self.assertEqual((done.returncode, done.stderr.count("\n")), (2, 1))
         reader, writer = os.pipe()
         os.close(reader)

@@ -7,7 +7,10 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "support/harness.h"
 #include "support/problem.h"
@@ -300,27 +303,66 @@ TEST(Creation, RefusesABootstrapThatGathersNothing) {
             std::memset(received, filler, 2 * bytes);
         };
         const std::string message =
-            message_of([&] { Context::create(Problem(2, 1).shape, bootstrap); }, StatusCode::invalid_argument);
-        EXPECT_NE(message.find("all_gather_bytes gave rank 1 of 2 other bytes for itself"), std::string::npos) << message;
+            message_of([&] { Context::create(Problem(2, 1).shape, bootstrap); }, StatusCode::mismatch);
+        EXPECT_NE(message.find("place 0 of what the bootstrap's all_gather_bytes gave rank 1 of 2 is from rank"),
+                  std::string::npos)
+            << message;
     }
 }
 
-TEST(Calls, WhoseBootstrapThrowsWhatIsNoExceptionEndInAnError) {
-    const Problem problem(2, 3);
-    bool broken = false;
-    Bootstrap bootstrap{.rank = 0, .world = 2};
-    bootstrap.all_gather_bytes = [&broken](const void* send, void* received, std::size_t bytes) {
-        if (broken) throw 42;
-        for (std::size_t rank = 0; rank < 2; ++rank)
-            std::memcpy(static_cast<std::byte*>(received) + rank * bytes, send, bytes);
+TEST(Creation, RefusesABootstrapThatGathersOtherBytesThanItWasGiven) {
+    Bootstrap bootstrap{.rank = 0, .world = 1};
+    int calls = 0;
+    bootstrap.all_gather_bytes = [&calls](const void* send, void* received, std::size_t bytes) {
+        std::memcpy(received, send, bytes);
+        if (++calls == 2) static_cast<unsigned char*>(received)[0] ^= 1;
     };
-    const Context context = make_context(problem, bootstrap, problem.context_options());
-    Tensor out = problem.output();
-    broken = true;
-    const Status status = context.layer(0).run(problem.input(0), out.writable_rows());
-    EXPECT_EQ(status.code(), StatusCode::internal);
-    EXPECT_EQ(status.message(), "an exception that is not a std::exception");
-    EXPECT_EQ(context.layer(0).run(problem.input(0), out.writable_rows()).code(), StatusCode::aborted);
+    const std::string message =
+        message_of([&] { Context::create(Problem(1, 1).shape, bootstrap); }, StatusCode::invalid_argument);
+    EXPECT_NE(message.find("all_gather_bytes gave rank 0 of 1 other bytes for itself"), std::string::npos) << message;
+}
+
+TEST(Creation, RefusesRanksThatStandInAnotherPlaceThanTheirNumberSays) {
+    struct Numbers {
+        int first, second;
+        const char* says;
+    };
+    for (const Numbers& numbers : {Numbers{1, 0, "place 0"}, Numbers{0, 0, "place 1"}, Numbers{1, 1, "place 0"}}) {
+        std::vector<std::string> messages(2);
+        run_thread_ranks(2, [&](const Bootstrap& given) {
+            Bootstrap bootstrap{.rank = given.rank == 0 ? numbers.first : numbers.second, .world = 2};
+            bootstrap.all_gather_bytes = given.all_gather_bytes;
+            messages[static_cast<std::size_t>(given.rank)] =
+                message_of([&] { Context::create(Problem(2, 1).shape, bootstrap); }, StatusCode::mismatch);
+        });
+        for (const std::string& message : messages) {
+            EXPECT_NE(message.find(numbers.says), std::string::npos) << message;
+            EXPECT_NE(message.find(", expected rank"), std::string::npos) << message;
+        }
+    }
+}
+
+TEST(Calls, WhoseBootstrapFailsEndInAnErrorThatSaysSo) {
+    const Problem problem(2, 3);
+    for (const bool any : {true, false}) {
+        run_thread_ranks(2, [&](const Bootstrap& given) {
+            bool broken = false;
+            Bootstrap bootstrap{.rank = given.rank, .world = 2};
+            bootstrap.all_gather_bytes = [&](const void* send, void* received, std::size_t bytes) {
+                if (broken && any) throw 42;
+                if (broken) throw std::runtime_error("connection lost");
+                given.all_gather_bytes(send, received, bytes);
+            };
+            const Context context = make_context(problem, bootstrap, problem.context_options());
+            Tensor out = problem.output();
+            broken = true;
+            const Status status = context.layer(0).run(problem.input(given.rank), out.writable_rows());
+            EXPECT_EQ(status.code(), StatusCode::unavailable);
+            EXPECT_EQ(status.message(), "the bootstrap's all_gather_bytes failed on rank " + std::to_string(given.rank) +
+                                            ": " + (any ? "an exception that is not a std::exception" : "connection lost"));
+            EXPECT_EQ(context.layer(0).run(problem.input(given.rank), out.writable_rows()).code(), StatusCode::aborted);
+        });
+    }
 }
 
 TEST(Calls, RefuseStridesWhoseRowsHaveNoAddress) {
@@ -336,6 +378,31 @@ TEST(Calls, RefuseStridesWhoseRowsHaveNoAddress) {
     for (const int rank : {-1, 1}) EXPECT_EQ(context.own_tokens(4, rank).count, 0);
     for (const std::int64_t tokens : {INT64_MIN, std::int64_t{-1}, INT64_MAX})
         EXPECT_EQ(context.own_tokens(tokens, 0).count, 0);
+}
+
+TEST(Plans, RefuseANegativeNumberOfTokens) {
+    const Problem problem(1, 2);
+    const Context context = make_context(problem, single_rank(), problem.context_options());
+    EXPECT_EQ(message_of([&] { static_cast<void>(context.plan(-1)); }, StatusCode::invalid_argument),
+              "tokens is -1, expected at least 0");
+}
+
+TEST(Suspending, IsRefusedWhereItHasHappenedAlready) {
+    const Problem problem(1, 2);
+    Context context = make_context(problem, single_rank(), problem.context_options());
+    EXPECT_EQ(message_of([&] { context.resume(); }, StatusCode::unsupported), "the context is not suspended");
+    context.suspend();
+    EXPECT_EQ(message_of([&] { context.suspend(); }, StatusCode::unsupported), "the context is suspended already");
+    context.resume();
+}
+
+TEST(Aborting, TellsItsReasonInOneLine) {
+    const Problem problem(1, 2);
+    Context context = make_context(problem, single_rank(), problem.context_options());
+    context.abort("two\nlines");
+    const std::optional<Fault> fault = context.poll_fault();
+    ASSERT_TRUE(fault.has_value());
+    EXPECT_EQ(fault->message, "two\\nlines");
 }
 
 TEST(Calls, NeedASealedContext) {
