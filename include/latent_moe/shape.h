@@ -23,7 +23,8 @@ LATENT_MOE_API const char* name(Norm norm) noexcept;
 ///
 ///     out[hidden] = prefix + Σ_ranks shared + routed_scale · norm(Σ_ranks routed[latent]) · W_upᵀ,   W_up: [hidden, latent]
 struct Shape {
-    std::int64_t hidden = 0;  ///< columns of the output; a multiple of 8
+    std::int64_t hidden =
+        0;  ///< columns of the output; a multiple of 8. Tails that own columns need a multiple of the ranks
     std::int64_t latent = 0;  ///< columns of the routed partial; a multiple of 8
     Norm norm = Norm::rms;
     float epsilon = 1e-5F;

@@ -97,6 +97,14 @@ def optional_view(array: Array | None) -> _core.View | None:
     return None if array is None else view(array)
 
 
+def row_count(what: str, array: Array) -> int:
+    """How many rows `array` has; a flat one is one row."""
+    shape = getattr(array, "shape", None)
+    if not shape or not isinstance(shape, tuple):
+        raise TypeError(f"{what} is {type(array).__name__}, expected an array [rows, columns]")
+    return shape[0] if len(shape) > 1 else 1
+
+
 def empty_like(array: Array, rows: int, columns: int) -> Array:
     """A new array of another shape, of the same library, dtype and device."""
     if is_torch(array):

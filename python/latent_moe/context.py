@@ -8,7 +8,7 @@ from typing import Literal
 
 from latent_moe import _core
 from latent_moe._core import Bootstrap
-from latent_moe.arrays import Array, empty_like, optional_view, view, wait_for
+from latent_moe.arrays import Array, empty_like, optional_view, row_count, view, wait_for
 from latent_moe.ranks import run_thread_ranks
 
 TailName = Literal["replicated", "overlap", "column_parallel", "token_parallel", "late_reduce", "fused"]
@@ -183,7 +183,8 @@ class Layer:
             rows, uncombined = routed.rows, (routed.weights, routed.row_map)
         if out is None:
             context = self.context
-            out = empty_like(rows, context.output_rows(routed.shape[0]), context.shape.hidden)
+            tokens = routed.shape[0] if isinstance(routed, DeferredRows) else row_count("routed", routed)
+            out = empty_like(rows, context.output_rows(tokens), context.shape.hidden)
         self._core.run(rows, uncombined, shared, prefix, out, stream, tail, consume_shared)
         return out
 
@@ -196,10 +197,11 @@ class Layer:
         cheapest of them if it is not given. `out` holds what was reduced until then; it may be `shared`. Collective.
         """
         context = self.context
+        tokens = row_count("shared", shared)
         if out is None:
-            out = empty_like(shared, context.output_rows(shared.shape[0]), context.shape.hidden)
+            out = empty_like(shared, context.output_rows(tokens), context.shape.hidden)
         self._core.begin(shared, out, stream, tail)
-        return Half(self, shared.shape[0], out)
+        return Half(self, tokens, out)
 
 
 class Half:
@@ -333,7 +335,7 @@ class Context:
     ) -> Array:
         """y = norm(Σ_ranks x), the tail's first part as an operation of its own. `y` may be `x`. Collective."""
         if y is None:
-            y = empty_like(x, x.shape[0], self.shape.latent)
+            y = empty_like(x, row_count("x", x), self.shape.latent)
         self._core.all_reduce_rms_norm(x, gamma, y, stream)
         return y
 

@@ -45,7 +45,8 @@ def run_thread_ranks(world: int, body: Callable[[Bootstrap], Result], timeout_ms
 def all_gather_ranks(
     rank: int, world: int, all_gather: Callable[[bytes], Sequence[bytes]], local_world: int | None = None
 ) -> Bootstrap:
-    """Ranks that `all_gather` brings together: given this rank's bytes it returns those of all ranks, in rank order.
+    """Ranks that `all_gather` brings together: given this rank's bytes it returns a list of the bytes of all ranks, in
+    rank order, one `bytes` a rank.
 
     On a GPU it is used only while a context is created, sealed, suspended or resumed. On the CPU it also carries the tails'
     data, everything to everyone: right, but slow. `local_world` ranks run on this machine (all of them, if not given).

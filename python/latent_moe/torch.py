@@ -30,6 +30,7 @@ import weakref
 import torch
 
 from latent_moe.context import Bootstrap, Context, Layer
+from latent_moe.errors import LatentMoeError
 from latent_moe.ranks import all_gather_ranks
 
 _handles: dict[int, weakref.ref[Layer | Context]] = {}  # a WeakValueDictionary would take twice as long to ask
@@ -195,4 +196,10 @@ class LatentTail(torch.nn.Module):
     def forward(
         self, routed: torch.Tensor, shared: torch.Tensor | None = None, prefix: torch.Tensor | None = None
     ) -> torch.Tensor:
+        # Here, where it costs nothing: an autograd formula that only refuses would double the host time of every call.
+        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (routed, shared, prefix)):
+            raise LatentMoeError(
+                "an input of the tail requires a gradient, and it has none to give: call it under torch.no_grad()",
+                "unsupported",
+            )
         return torch.ops.latent_moe.tail.default(routed, shared, prefix, self.handle)

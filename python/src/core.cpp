@@ -107,7 +107,8 @@ View view_of(nb::object array) {
     if (may_write) {
         tensor = nb::ndarray<nb::ro>(writable);
     } else if (!nb::try_cast(array, tensor)) {
-        refuse("expected an array with DLPack or the buffer protocol, found another object");
+        refuse(std::string("expected an array with DLPack or the buffer protocol, found ") +
+               nb::str(array.type().attr("__name__")).c_str());
     }
     if (tensor.ndim() != 1 && tensor.ndim() != 2)
         refuse("an array has " + std::to_string(tensor.ndim()) + " dimensions, expected [rows, columns]");
@@ -251,48 +252,81 @@ Bootstrap callable_ranks(int rank, int world, nb::callable all_gather, int local
                 to += bytes;
             }
         } catch (const nb::python_error& error) {
-            throw Error(StatusCode::unavailable,
-                        std::string("the all-gather callable failed: ") + nb::str(error.value()).c_str());
+            // What passes through here is told to the other ranks first; then Python raises it where it would have.
+            if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+            throw Error(StatusCode::unavailable, std::string("the all-gather callable failed: ") +
+                                                     nb::str(error.type().attr("__name__")).c_str() + ": " +
+                                                     nb::str(error.value()).c_str());
         }
     };
     return {
         .rank = rank, .world = world, .all_gather_bytes = gather_bytes, .transport = nullptr, .local_world = local_world};
 }
 
+/// What a field of a Python object holds.
+template <typename Value>
+Value field(const nb::handle& from, const char* name, const char* expected) {
+    const nb::object given = from.attr(name);
+    Value value{};
+    if (!nb::try_cast(given, value)) {
+        PyErr_Clear();
+        refuse(std::string(name) + " is " + nb::repr(given).c_str() + ", expected " + expected);
+    }
+    return value;
+}
+std::string text_field(const nb::handle& from, const char* name) {
+    return field<std::string>(from, name, "text");
+}
+bool flag_field(const nb::handle& from, const char* name) {
+    return field<bool>(from, name, "True or False");
+}
+std::int64_t long_field(const nb::handle& from, const char* name) {
+    return field<std::int64_t>(from, name, "a whole number of 64 bits");
+}
+int int_field(const nb::handle& from, const char* name) {
+    return field<int>(from, name, "a whole number of 32 bits");
+}
+
 Shape shape_from(const nb::handle& from) {
-    return {.hidden = nb::cast<std::int64_t>(from.attr("hidden")),
-            .latent = nb::cast<std::int64_t>(from.attr("latent")),
-            .norm = from_name("norm", nb::cast<std::string>(from.attr("norm")), {Norm::none, Norm::rms}),
-            .epsilon = nb::cast<float>(from.attr("epsilon")),
-            .routed_scale = nb::cast<float>(from.attr("routed_scale")),
-            .activations = dtype_from("activations", nb::cast<std::string>(from.attr("activations")))};
+    return {.hidden = long_field(from, "hidden"),
+            .latent = long_field(from, "latent"),
+            .norm = from_name("norm", text_field(from, "norm"), {Norm::none, Norm::rms}),
+            .epsilon = field<float>(from, "epsilon", "a number"),
+            .routed_scale = field<float>(from, "routed_scale", "a number"),
+            .activations = dtype_from("activations", text_field(from, "activations"))};
 }
 
 Options options_from(const nb::handle& from) {
     Options options{
-        .backend = nb::cast<std::string>(from.attr("backend")),
-        .capacity_tokens = nb::cast<std::int64_t>(from.attr("capacity_tokens")),
-        .max_tokens = nb::cast<std::int64_t>(from.attr("max_tokens")),
-        .timeout_ms = nb::cast<int>(from.attr("timeout_ms")),
-        .keep_whole_weights = nb::cast<bool>(from.attr("keep_whole_weights")),
-        .tail = tail_from(nb::cast<std::optional<std::string>>(from.attr("tail"))),
-        .tune_table = nb::cast<std::string>(from.attr("tune_table")),
-        .shared = from_name("shared", nb::cast<std::string>(from.attr("shared")),
+        .backend = text_field(from, "backend"),
+        .capacity_tokens = long_field(from, "capacity_tokens"),
+        .max_tokens = long_field(from, "max_tokens"),
+        .timeout_ms = int_field(from, "timeout_ms"),
+        .keep_whole_weights = flag_field(from, "keep_whole_weights"),
+        .tail = tail_from(field<std::optional<std::string>>(from, "tail", "the name of a tail or None")),
+        .tune_table = text_field(from, "tune_table"),
+        .shared = from_name("shared", text_field(from, "shared"),
                             {SharedState::partial, SharedState::reduced, SharedState::absent}),
-        .sequence_parallel = nb::cast<bool>(from.attr("sequence_parallel")),
-        .expert_parallel = nb::cast<bool>(from.attr("expert_parallel")),
-        .deferred_finalize = nb::cast<bool>(from.attr("deferred_finalize")),
-        .batch_invariant = nb::cast<bool>(from.attr("batch_invariant")),
-        .float8_weights = nb::cast<bool>(from.attr("float8_weights")),
-        .cpu_threads = nb::cast<int>(from.attr("cpu_threads")),
-        .device = nb::cast<int>(from.attr("device")),
-        .reserved_sms = nb::cast<int>(from.attr("reserved_sms")),
-        .self_check_period = nb::cast<std::int64_t>(from.attr("self_check_period")),
-        .self_check_folder = nb::cast<std::string>(from.attr("self_check_folder")),
+        .sequence_parallel = flag_field(from, "sequence_parallel"),
+        .expert_parallel = flag_field(from, "expert_parallel"),
+        .deferred_finalize = flag_field(from, "deferred_finalize"),
+        .batch_invariant = flag_field(from, "batch_invariant"),
+        .float8_weights = flag_field(from, "float8_weights"),
+        .cpu_threads = int_field(from, "cpu_threads"),
+        .device = int_field(from, "device"),
+        .reserved_sms = int_field(from, "reserved_sms"),
+        .self_check_period = long_field(from, "self_check_period"),
+        .self_check_folder = text_field(from, "self_check_folder"),
     };
-    for (const auto& [tail, limit] : nb::cast<nb::dict>(from.attr("tail_token_limit"))) {
-        options.tail_token_limit[static_cast<std::size_t>(tail_from(nb::cast<std::string>(tail)))] =
-            nb::cast<std::int64_t>(limit);
+    for (const auto& [tail, limit] : field<nb::dict>(from, "tail_token_limit", "a dict of tails and tokens")) {
+        std::string named;
+        std::int64_t most = 0;
+        if (!nb::try_cast(tail, named) || !nb::try_cast(limit, most)) {
+            PyErr_Clear();
+            refuse(std::string("tail_token_limit has ") + nb::repr(tail).c_str() + ": " + nb::repr(limit).c_str() +
+                   ", expected the name of a tail and a whole number");
+        }
+        options.tail_token_limit[static_cast<std::size_t>(tail_from(named))] = most;
     }
     return options;
 }
@@ -569,7 +603,11 @@ NB_MODULE(_core, module) {
             try {
                 std::rethrow_exception(failure);
             } catch (const Error& error) {
-                PyErr_SetObject(error_type.ptr(), error_type(error.what(), name(error.code())).ptr());
+                try {
+                    PyErr_SetObject(error_type.ptr(), error_type(error.what(), name(error.code())).ptr());
+                } catch (nb::python_error& raised) {  // an interrupt that came while this waited, say
+                    raised.restore();
+                }
             }
         },
         nullptr);

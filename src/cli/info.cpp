@@ -10,6 +10,7 @@
 #include "cli/output.h"
 #include "cli/problem.h"
 #include "cli/rank_work.h"
+#include "cli/tensors.h"
 #include "context/backends.h"
 #include "io/machine_file.h"
 #include "latent_moe/version.h"
@@ -65,6 +66,10 @@ Sizes measure_sizes(const Problem& problem, Ranks& ranks) {
     Sizes sizes;
     sizes.whole = static_cast<double>(problem.shape.hidden * problem.shape.latent) * 2;
     sizes.shard = sizes.whole / problem.world;
+    constexpr double block_tokens = 512;  // about what the CPU's workspace holds rows for
+    require_memory(problem.world * block_tokens * static_cast<double>(problem.shape.latent + 2 * problem.shape.hidden) *
+                       static_cast<double>(bytes_of(problem.shape.activations)),
+                   fmt::format("the workspaces of {} ranks", problem.world));
     ranks.run([&](const Bootstrap& bootstrap) {
         const Context context = Context::create(problem.shape, bootstrap, problem.options);
         if (bootstrap.rank != 0) return;

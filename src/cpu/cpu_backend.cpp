@@ -149,7 +149,7 @@ public:
           workers_(cpu_threads_of_rank(options, bootstrap.local_world)),
           side_workers_(1) {
         block_tokens_ = std::min(tokens_per_block, std::max<std::int64_t>(options.max_tokens, 1));
-        native_bf16_ = Product(side_workers_, 1, 8).native_bf16();
+        native_bf16_ = Product(*side_workers_, 1, 8).native_bf16();
         acquire_workspace();
     }
 
@@ -157,8 +157,9 @@ public:
 
     Capabilities capabilities() const override {
         return {
-            .machine = machine_of(workers_.count(), native_bf16_),
-            .device = fmt::format("{}, {} thread{} a rank", cpu_model(), workers_.count(), workers_.count() == 1 ? "" : "s"),
+            .machine = machine_of(workers_->count(), native_bf16_),
+            .device =
+                fmt::format("{}, {} thread{} a rank", cpu_model(), workers_->count(), workers_->count() == 1 ? "" : "s"),
             .links = world_ == 1 ? "none" : transport_->description(),
             .weight_element_bytes = options_.float8_weights ? 1.0 : 2.0,
             .concurrent_lanes = transport_->concurrent_channels(),
@@ -218,9 +219,9 @@ public:
         shared_.resize(product_out_.size());
         if (options_.deferred_finalize)
             combined_.resize(static_cast<std::size_t>(options_.max_tokens * shape_.latent) * element);
-        product_.emplace(workers_, block_tokens_, shape_.latent, Product::Arithmetic::automatic, options_.batch_invariant);
-        main_.emplace(*transport_, Channel::main, workers_, &*product_, shape_, waits_);
-        side_.emplace(*transport_, Channel::side, side_workers_, nullptr, shape_, waits_);
+        product_.emplace(*workers_, block_tokens_, shape_.latent, Product::Arithmetic::automatic, options_.batch_invariant);
+        main_.emplace(*transport_, Channel::main, *workers_, &*product_, shape_, waits_);
+        side_.emplace(*transport_, Channel::side, *side_workers_, nullptr, shape_, waits_);
         side_worker_.emplace();
     }
 
@@ -282,13 +283,13 @@ public:
 
     void fork(FunctionRef<void(Lane& side)> side_work) override {
         side_work_ = side_work;
-        side_worker_->start(run_side_);
+        (*side_worker_)->start(run_side_);
         forked_ = true;
     }
 
     void join() override {
         forked_ = false;
-        side_worker_->join();
+        (*side_worker_)->join();
     }
 
     Status end_after_failure() noexcept override {
@@ -352,8 +353,8 @@ private:
     int rank_;
     int world_;
     std::shared_ptr<Transport> transport_;
-    Workers workers_;
-    Workers side_workers_;
+    OwnThreads<Workers> workers_;
+    OwnThreads<Workers> side_workers_;
     bool native_bf16_ = false;
     std::int64_t block_tokens_ = tokens_per_block;
     std::vector<std::byte> latent_;
@@ -363,7 +364,7 @@ private:
     std::optional<Product> product_;
     std::optional<CpuLane> main_;
     std::optional<CpuLane> side_;
-    std::optional<SideWorker> side_worker_;
+    std::optional<OwnThreads<SideWorker>> side_worker_;
     FunctionRef<void(Lane&)> side_work_;
     const std::function<void()> run_side_ = [this] { side_work_(*side_); };
     bool forked_ = false;

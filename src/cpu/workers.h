@@ -1,9 +1,12 @@
 // The threads of one rank.
 #pragma once
 
+#include <unistd.h>
+
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -67,6 +70,27 @@ private:
     bool stopping_ = false;
     std::exception_ptr failure_;
     std::thread thread_;
+};
+
+/// Owns one of these. A child process that was forked off has a copy without its threads, whose conditions would wait for
+/// them for ever when they are destroyed: there it is left behind.
+template <typename Threads>
+class OwnThreads {
+public:
+    template <typename... Arguments>
+    explicit OwnThreads(Arguments... arguments) : threads_(std::make_unique<Threads>(arguments...)) {}
+    ~OwnThreads() {
+        if (::getpid() != process_) static_cast<void>(threads_.release());
+    }
+    OwnThreads(const OwnThreads&) = delete;
+    OwnThreads& operator=(const OwnThreads&) = delete;
+
+    Threads& operator*() const noexcept { return *threads_; }
+    Threads* operator->() const noexcept { return threads_.get(); }
+
+private:
+    pid_t process_ = ::getpid();
+    std::unique_ptr<Threads> threads_;
 };
 
 }  // namespace latent_moe

@@ -160,6 +160,7 @@ class Usage(Case):
 
     def test_what_the_machine_cannot_do(self):
         self.refuse(3, ["GB"], "run", "--hidden", 1048576, "--latent", 1048576)
+        self.refuse(3, ["workspaces of 16 ranks", "GB"], "info", "--hidden", 1048576, "--latent", 1048576, "--tp", 16)
         self.refuse(2, ["--input-state", "cpu"], "bench", *SMALL, "--backend", "cpu", "--input-state", "all")
         self.refuse(3, ["--trace", "cpu"], "bench", *SMALL, "--backend", "cpu", "--trace", self.path("trace.json"))
         information = self.result("info")

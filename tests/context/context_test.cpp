@@ -1,5 +1,7 @@
 // Creation, layers, the order of calls, and what happens when ranks disagree or stay away.
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -394,6 +396,20 @@ TEST(Suspending, IsRefusedWhereItHasHappenedAlready) {
     context.suspend();
     EXPECT_EQ(message_of([&] { context.suspend(); }, StatusCode::unsupported), "the context is suspended already");
     context.resume();
+}
+
+TEST(AForkedProcess, LeavesItsCopyOfAContextBehindAtOnce) {
+    const Problem problem(1, 2);
+    std::optional<Context> context = make_context(problem, single_rank(), problem.context_options());
+    const pid_t child = ::fork();
+    if (child == 0) {
+        ::alarm(20);
+        context.reset();
+        ::_exit(0);
+    }
+    int status = -1;
+    EXPECT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status)) << "ended by signal " << WTERMSIG(status);
 }
 
 TEST(Aborting, TellsItsReasonInOneLine) {

@@ -85,7 +85,7 @@ TEST(LogLevels, AreNamedAndDefaultToWarn) {
 TEST(LogLines, AreOneLineEachWithTheirLevel) {
     testing::internal::CaptureStderr();
     write_log(LogLevel::warn, "two\nlines");
-    EXPECT_EQ(testing::internal::GetCapturedStderr(), "[latent-moe] warn: two lines\n");
+    EXPECT_EQ(testing::internal::GetCapturedStderr(), "[latent-moe] warn: two\\nlines\n");
 }
 
 TEST(Refusals, AreToldTheFirstTheTenthTheHundredthTime) {

@@ -353,6 +353,34 @@ def test_set_up_that_does_not_fit_is_refused_by_name():
     refused(context.seal, "unsupported", "sealed already")
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"max_tokens": 1.5}, "max_tokens is 1.5, expected a whole number of 64 bits"),
+        ({"max_tokens": 2**70}, "max_tokens is 1180591620717411303424, expected a whole number of 64 bits"),
+        ({"timeout_ms": 2**40}, "timeout_ms is 1099511627776, expected a whole number of 32 bits"),
+        ({"backend": 3}, "backend is 3, expected text"),
+        ({"backend": "\ud800"}, r"backend is '\\ud800', expected text"),
+        ({"tail": 1}, "tail is 1, expected the name of a tail or None"),
+        ({"tail_token_limit": {"fused": "many"}}, "tail_token_limit has 'fused': 'many', expected"),
+    ],
+)
+def test_options_of_another_type_are_refused_by_name(changes, text):
+    with pytest.raises(lm.LatentMoeError, match=text) as caught:
+        Problem(world=1).context(lm.single_rank(), **changes)
+    assert caught.value.code == "invalid argument"
+    with pytest.raises(lm.LatentMoeError, match=r"hidden is 1\.5, expected a whole number"):
+        lm.Context(lm.Shape(1.5, 8), lm.single_rank())
+
+
+def test_what_is_no_array_is_refused_by_name():
+    problem = Problem(world=1)
+    layer = problem.context(lm.single_rank()).layers[0]
+    for none, name in ((None, "NoneType"), ([1.0], "list"), ("text", "str")):
+        with pytest.raises(TypeError, match=f"routed is {name}, expected an array"):
+            layer.run(none, problem.shared[0])
+
+
 def test_ranks_that_disagree_are_told_so_on_both():
     def body(bootstrap):
         with pytest.raises(lm.LatentMoeError) as caught:

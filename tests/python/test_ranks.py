@@ -1,8 +1,10 @@
 """Ranks by an all-gather of the caller's, and by MPI."""
 
 import importlib.util
+import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -66,17 +68,30 @@ def network_is_down(part):
 @pytest.mark.parametrize(
     ("all_gather", "text"),
     [
-        (network_is_down, "the all-gather callable failed: the network is down"),
+        (network_is_down, "the all-gather callable failed: OSError: the network is down"),
         (lambda part: [part], "returned 1 parts, expected 2"),
         (lambda part: [part, part[:-1]], "is not the .* bytes that a rank sent"),
         (lambda part: [part, "text"], "is not the .* bytes that a rank sent"),
-        (lambda part: None, "the all-gather callable failed: .*has no len"),
+        (lambda part: None, "the all-gather callable failed: TypeError: .*has no len"),
     ],
 )
 def test_an_all_gather_that_fails_is_an_error_that_says_so(all_gather, text):
     with pytest.raises(lm.LatentMoeError, match=text) as caught:
         Problem().context(lm.all_gather_ranks(0, 2, all_gather))
     assert caught.value.code == "unavailable"
+
+
+def test_an_interrupt_while_ranks_are_waited_for_stays_one():
+    def interrupted(part):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Problem().context(lm.all_gather_ranks(0, 2, interrupted))
+
+    alone = lm.thread_ranks(2, timeout_ms=1500)[0]  # the other one never comes
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        Problem().context(alone)
 
 
 def test_bootstraps_gather_bytes():

@@ -185,6 +185,18 @@ def test_a_module_runs_compiled_as_a_whole_graph_at_any_number_of_tokens():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_a_module_refuses_inputs_that_want_a_gradient():
+    problem = Problem(world=1)
+    tail = adapter.LatentTail(sealed(problem, lm.single_rank()))
+    routed, shared, _ = inputs(problem)
+    routed.requires_grad_()
+    with pytest.raises(lm.LatentMoeError, match="requires a gradient") as caught:
+        tail(routed, shared)
+    assert caught.value.code == "unsupported"
+    with torch.no_grad():
+        assert tail(routed, shared).shape == shared.shape
+
+
 def test_handles_of_what_is_gone_are_refused():
     problem = Problem(world=1)
     layer = sealed(problem, lm.single_rank())
