@@ -5,7 +5,7 @@
 //          -DLATENT_MOE_FUSED_STAMPS src/gpu/kernels/fused_tail.cu tests/gpu/fused_check.cu -o fused_check      (one line)
 //     CUDA_DEVICE_MAX_CONNECTIONS=32 ./fused_check [option | mode]…     (options go before the modes that they are for)
 //
-// Modes: shapes variants extremes faults loopback sent; stress stress128 stress8 stress3 million hundred-thousand; groups kimi
+// Modes: shapes variants extremes faults loopback; stress stress128 stress8 stress3 million hundred-thousand; groups kimi
 // damage fifty-million; bench quick quick-no-norm stages.
 // Options: weights=bf16|e4m3 alone (times of one rank that talks to itself) replays=N layers=N early=N late=N ring=N
 // prefetch=N digest=0|1 shape=H,L,R tokens=M,M,… plan=rows,split,clusters; of groups, kimi and damage: calls=N groups=N
@@ -35,7 +35,6 @@
 #include "core/numeric.h"
 #include "gpu/kernels/fused_tail.h"
 #include "gpu/kernels/fused_tail_float8.cuh"
-#include "gpu/kernels/fused_tail_slot.cuh"
 #include "gpu/kernels/fused_tail_stamps.cuh"
 #include "gpu/kernels/packed_float8.h"
 #include "gpu/kernels/packed_layout.h"
@@ -326,25 +325,18 @@ __global__ void __launch_bounds__(512) turn(const __grid_constant__ Turn t) {
 __global__ void flip(const unsigned* step, unsigned when, unsigned short* element) {
     if (*step == when) *element ^= 1;
 }
-__global__ void __launch_bounds__(128)
-    bench_producer(const uint4* from_p, const uint4* from_s, uint4* p, uint4* s, int units_p, int units_s, int cycles,
-                   bool early, bool sends, const __grid_constant__ fused::SlotView slot) {
+__global__ void __launch_bounds__(128) bench_producer(const uint4* from_p, const uint4* from_s, uint4* p, uint4* s,
+                                                      int units_p, int units_s, int cycles, bool early) {
     const long long began = clock64();
     if (early) release_dependents();
     dependency_wait();
-    const std::int64_t offset = sends ? slot.offset() : 0;
     while (clock64() - began < cycles) {}
     for (int i = static_cast<int>(blockIdx.x * 128 + threadIdx.x); i < units_p + units_s;
          i += static_cast<int>(gridDim.x) * 128) {
-        const uint4 value = i < units_p ? from_p[i] : from_s[i - units_p];
-        if (sends) {
-            const int hidden_units = slot.column_units * slot.world, j = i - units_p;
-            if (i < units_p)
-                slot.send_latents(offset, i / slot.latent_units, i % slot.latent_units, value);
-            else
-                slot.send_shared(offset, j / hidden_units, j % hidden_units, value);
-        }
-        (i < units_p ? p[i] : s[i - units_p]) = value;
+        if (i < units_p)
+            p[i] = from_p[i];
+        else
+            s[i - units_p] = from_s[i - units_p];
     }
 }
 
@@ -355,7 +347,7 @@ bool float8 = false;  ///< weights are e4m3
 
 struct Knobs {
     int early = -1, late = -1, ring = -1, prefetch = -1, at_once = -1, pace = -1, digest = -1, rows = 0, split = 0,
-        clusters = 0, receiver = 0, shared_late = 0, held = -1, publishers = 0;
+        clusters = 0;
 } knobs;
 
 template <class T>
@@ -503,9 +495,6 @@ struct Problem {
             if (knobs.at_once >= 0) p.prefetch_at_once = knobs.at_once;
             if (knobs.pace >= 0) p.prefetch_clocks = knobs.pace;
             if (knobs.digest >= 0) p.digest = knobs.digest != 0;
-            p.publishers = per_device == 1 ? knobs.publishers : 0;
-            p.receiver = knobs.receiver != 0 && per_device == 1, p.shared_late = knobs.shared_late;
-            if (knobs.held >= 0) p.held = knobs.held;
             if (knobs.rows > 0) p.rows = knobs.rows, p.split = knobs.split, p.clusters = knobs.clusters;
             CUDA(fused_tail_fits(shape, p));
             std::printf("plan %sH=%ld L=%ld R=%d M<=%d: tile %d x %d, split %d, %d clusters, grid %d\n",
@@ -529,16 +518,6 @@ struct Problem {
         op.packed = k.packed[layer], op.rms_norm = norm, op.gamma = k.gamma;
         op.tokens = tokens;
         return op;
-    }
-    fused::SlotView slot(int r) const {
-        const FusedTailSlotLayout layout = fused_tail_slot_layout(shape);
-        fused::SlotView view{};
-        for (int q = 0; q < world(); ++q) view.region[q] = ranks[loopback ? 0 : q].window + control_bytes;
-        view.slot_bytes = layout.slot_bytes, view.latent_box = layout.latent_box, view.column_box = layout.column_box;
-        view.rank = r, view.world = world();
-        view.latent_units = static_cast<int>(shape.latent / 8);
-        view.column_units = static_cast<int>(shape.hidden / world() / 8);
-        return view;
     }
     bool healthy(const char* what) {
         bool ok = true;
@@ -1189,7 +1168,6 @@ double time_graphs(Problem& p, const std::vector<cudaGraphExec_t>& exec, int per
 struct Producer {
     int cycles;
     bool early;
-    bool sends = false;
 };
 std::vector<cudaGraphExec_t> capture(Problem& p, bool tail, int tokens, const Producer* producer, int reps,
                                      bool stamps = false, bool dependent = true) {
@@ -1205,13 +1183,12 @@ std::vector<cudaGraphExec_t> capture(Problem& p, bool tail, int tokens, const Pr
                     reinterpret_cast<uint4*>(k.pool_routed), reinterpret_cast<uint4*>(k.pool_shared),
                     reinterpret_cast<uint4*>(k.routed), reinterpret_cast<uint4*>(k.shared),
                     static_cast<int>(tokens * p.shape.latent / 8), static_cast<int>(tokens * p.hidden() / 8),
-                    producer->cycles, producer->early, producer->sends && tail, p.slot(r));
+                    producer->cycles, producer->early);
                 CUDA(cudaGetLastError());
             }
             if (!tail) continue;
             FusedTail op = p.call(r, layer, tokens);
             op.starts_early = op.releases_early = dependent && p.dependent;
-            op.partials_sent = producer && producer->sends;
             if (stamps) op.stamps = k.stamps + std::size_t{256} * fused::stamps_per_cta * layer;
             CUDA(launch_fused_tail(op, k.stream));
         }
@@ -1228,37 +1205,6 @@ double timed(Problem& p, bool tail, int tokens, const Producer* producer, bool d
     return us;
 }
 
-/// A producer that sends the partials itself: the same bits as when the tail sends them, with tokens that come and go.
-void sent_by_the_producer() {
-    Problem p(7168, 3584, 2, true, 2);
-    if (p.ranks.size() < 2 || p.per_device > 1) return;
-    const Producer late{2000, false, true};
-    const std::vector<int> sizes{1, 16, 5, 8, 3, 17, 128, 33, 64, 2};
-    for (const int m : sizes) {
-        if (!p.ranks[0].golden.contains(p.plan(m).tokens)) p.make_golden(m);
-    }
-    std::vector<char> want, got;
-    for (int round = 0; round < 3; ++round) {
-        for (const int m : sizes) {
-            auto exec = capture(p, true, m, &late, 2);
-            p.each([&](int r) { CUDA(cudaGraphLaunch(exec[r], p.ranks[r].stream)); });
-            p.sync();
-            for (auto e : exec) CUDA(cudaGraphExecDestroy(e));
-            want.resize(m * p.hidden() * 2), got.resize(want.size());
-            p.each([&](int r) {
-                for (int l = 0; l < p.layers; ++l) {
-                    CUDA(cudaMemcpy(want.data(), p.ranks[r].golden[p.plan(m).tokens][l], want.size(), cudaMemcpyDefault));
-                    CUDA(cudaMemcpy(got.data(), p.ranks[r].out[l], got.size(), cudaMemcpyDefault));
-                    expect(want == got, "sent by the producer: M=%d rank %d layer %d", m, r, l);
-                    CUDA(cudaMemset(p.ranks[r].out[l], 0xff, got.size()));
-                }
-            });
-        }
-    }
-    p.healthy("sent by the producer");
-    std::printf("done sent\n");
-}
-
 int bench_layers = 12;  ///< with distinct weights; more than fit in L2 together
 bool alone = false;     ///< one rank that talks to itself: all but the link, where there is one GPU
 
@@ -1268,7 +1214,7 @@ void bench(std::int64_t hidden, std::int64_t latent, int world, bool norm, const
         CUDA(cudaMemcpy(p.ranks[r].routed, p.ranks[r].pool_routed, pool * latent * 2, cudaMemcpyDefault));
         CUDA(cudaMemcpy(p.ranks[r].shared, p.ranks[r].pool_shared, pool * hidden * 2, cudaMemcpyDefault));
     });
-    const Producer early{4000, true}, late{4000, false}, late_long{12000, true}, sends{4000, false, true};
+    const Producer early{4000, true}, late{4000, false}, late_long{12000, true};
     for (const int m : sizes) {
         const double raw = timed(p, true, m, nullptr);
         if (brief) {
@@ -1277,9 +1223,9 @@ void bench(std::int64_t hidden, std::int64_t latent, int world, bool norm, const
             continue;
         }
         const double plain = timed(p, true, m, nullptr, false);
-        double fresh[4];
-        const Producer* producers[] = {&early, &late, &late_long, &sends};
-        for (int i = 0; i < 4; ++i) {
+        double fresh[3];
+        const Producer* producers[] = {&early, &late, &late_long};
+        for (int i = 0; i < 3; ++i) {
             // The last one with the tail's own carve-out, so that both kernels can be resident on an SM.
             p.each([&](int) {
                 CUDA(
@@ -1289,9 +1235,10 @@ void bench(std::int64_t hidden, std::int64_t latent, int world, bool norm, const
         }
         std::printf(
             "time %s H=%ld L=%ld R=%d M=%-3d raw %.2f | fresh, early trigger %.2f, late %.2f, early with 6 us and the same "
-            "carve-out %.2f, late and the producer sends %.2f | no dependent launch %.2f\n",
+            "carve-out %.2f | no "
+            "dependent launch %.2f\n",
             float8 ? "e4m3" : "bf16", static_cast<long>(hidden), static_cast<long>(latent), world, m, raw, fresh[0],
-            fresh[1], fresh[2], fresh[3], plain);
+            fresh[1], fresh[2], plain);
     }
     p.healthy("bench");
 }
@@ -1363,10 +1310,8 @@ int main(int argc, char** argv) {
         };
         number("replays=", replays), number("layers=", bench_layers), number("early=", knobs.early),
             number("late=", knobs.late);
-        number("ring=", knobs.ring), number("receiver=", knobs.receiver), number("held=", knobs.held),
-            number("publishers=", knobs.publishers), number("shared-late=", knobs.shared_late),
-            number("prefetch=", knobs.prefetch), number("at-once=", knobs.at_once), number("pace=", knobs.pace),
-            number("digest=", knobs.digest);
+        number("ring=", knobs.ring), number("prefetch=", knobs.prefetch), number("at-once=", knobs.at_once),
+            number("pace=", knobs.pace), number("digest=", knobs.digest);
         number("groups=", groups), number("ctas=", ctas);
         if (a.rfind("calls=", 0) == 0) calls = std::atol(a.c_str() + 6);
         if (a.rfind("plan=", 0) == 0) std::sscanf(a.c_str(), "plan=%d,%d,%d", &knobs.rows, &knobs.split, &knobs.clusters);
@@ -1375,7 +1320,6 @@ int main(int argc, char** argv) {
             sizes.clear();
             for (const char* s = a.c_str() + 6; s; s = std::strchr(s, ',')) sizes.push_back(std::atoi(++s));
         }
-        if (a == "sent") sent_by_the_producer();
         if (a == "weights=bf16") float8 = false;
         if (a == "weights=e4m3") {
             float8 = true;

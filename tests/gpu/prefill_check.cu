@@ -5,7 +5,7 @@
 //          src/gpu/kernels/{tile_projection,token_parallel_tail,pack_weights,elementwise,all_reduce,all_reduce_rms_norm}.cu
 //          tests/gpu/prefill_check.cu -o prefill_check -ldl (one line)
 //     ./prefill_check [product] [check] [sizes] [long] [huge] [replay] [late] [faults] [time-product] [time] [time-ranks]
-//     [ranks=R,R,…] [ways=CARRIERS:POSTING:SETTLE,…]      (0, -1, 0: as the plan says)
+//     [ranks=R,R,…]
 //
 // Exit status 0: everything that was asked for passed. cuBLASLt is compared with if libcublasLt.so.13 is in the library
 // path.
@@ -30,11 +30,6 @@
 #include "gpu/kernels/tile_projection.h"
 #include "gpu/kernels/token_parallel_tail.h"
 
-#ifdef PF_STAMPS
-namespace latent_moe::gpu {
-void pf_read(int device, unsigned long long* to);
-}
-#endif
 using namespace latent_moe;
 using namespace latent_moe::gpu;
 
@@ -49,19 +44,6 @@ namespace {
     } while (0)
 
 int failures = 0, devices = 1;
-
-/// How carriers send, where it is not as the plan says; `time-ranks` takes every way in turn.
-struct Sending {
-    int carriers = 0, posting = -1, settle = 0;
-} sending;
-std::vector<Sending> ways{{}};
-
-TokenParallelPlan plan_of(const TokenParallelShape& shape, std::int64_t tokens, int ctas) {
-    TokenParallelPlan plan = plan_token_parallel_tail(shape, tokens, ctas, sending.carriers);
-    if (sending.posting >= 0) plan.posting = sending.posting;
-    if (sending.settle > 0) plan.settle = sending.settle;
-    return plan;
-}
 
 __attribute__((format(printf, 2, 3))) void expect(bool ok, const char* format, ...) {
     if (ok) return;
@@ -513,25 +495,26 @@ struct Ranks {
         if (c.stop) to.data = out[rank].data;
         const auto mine = [&](const Buffer& b) { return ConstRows{b.data + first * hidden}; };
         CUDA(cudaSetDevice(device(rank)));
-        const cudaError_t error = token_parallel_tail({.exchange = exchange(rank),
-                                                       .region_offset = offset,
-                                                       .shape = shape,
-                                                       .plan = plan_of(shape, c.tokens, max_ctas ? max_ctas : ctas),
-                                                       .workspace = workspace[rank].data,
-                                                       .own = o,
-                                                       .routed = {routed[rank].data},
-                                                       .shared = c.shared == 1 ? ConstRows{shared[rank].data} : ConstRows{},
-                                                       .addend = c.shared == 2 ? mine(shared[rank]) : ConstRows{},
-                                                       .prefix = c.prefix_in_out ? mine(out[rank])
-                                                                 : c.prefix      ? mine(prefix[rank])
-                                                                                 : ConstRows{},
-                                                       .out = to,
-                                                       .packed = weights[rank].data,
-                                                       .rms_norm = c.norm,
-                                                       .gamma = gammas[rank].data,
-                                                       .scale = scale,
-                                                       .stop_before_gather = c.stop},
-                                                      stream[rank]);
+        const cudaError_t error =
+            token_parallel_tail({.exchange = exchange(rank),
+                                 .region_offset = offset,
+                                 .shape = shape,
+                                 .plan = plan_token_parallel_tail(shape, c.tokens, max_ctas ? max_ctas : ctas),
+                                 .workspace = workspace[rank].data,
+                                 .own = o,
+                                 .routed = {routed[rank].data},
+                                 .shared = c.shared == 1 ? ConstRows{shared[rank].data} : ConstRows{},
+                                 .addend = c.shared == 2 ? mine(shared[rank]) : ConstRows{},
+                                 .prefix = c.prefix_in_out ? mine(out[rank])
+                                           : c.prefix      ? mine(prefix[rank])
+                                                           : ConstRows{},
+                                 .out = to,
+                                 .packed = weights[rank].data,
+                                 .rms_norm = c.norm,
+                                 .gamma = gammas[rank].data,
+                                 .scale = scale,
+                                 .stop_before_gather = c.stop},
+                                stream[rank]);
         CUDA(cudaSetDevice(0));
         return error;
     }
@@ -752,41 +735,6 @@ void check_faults(int world) {
 }
 
 /// One rank: the whole kernel beside cuBLASLt and a norm. What the exchange costs cannot be seen on one GPU.
-#ifdef PF_STAMPS
-void show_stamps(const char* what, int device, int carriers) {
-    static unsigned long long all[132][12][64];
-    CUDA(cudaDeviceSynchronize());
-    pf_read(device, &all[0][0][0]);
-    unsigned long long zero = ~0ULL;
-    for (int c = 0; c < 132; ++c) zero = std::min(zero, all[c][0][0] ? all[c][0][0] : zero);
-    const auto row = [&](const char* name, int kind, int from, int to) {
-        std::printf("  %-22s", name);
-        for (int i = 0; i < 16; ++i) {
-            double sum = 0, most = 0;
-            int n = 0;
-            for (int c = from; c < to; ++c) {
-                if (all[c][kind][i] < zero) continue;
-                const double us = static_cast<double>(all[c][kind][i] - zero) / 1000;
-                if (us > 5000) continue;
-                sum += us, most = std::max(most, us), ++n;
-            }
-            if (n) std::printf(" %5.1f/%5.1f", sum / n, most);
-        }
-        std::printf("\n");
-    };
-    std::printf("%s, device %d: mean/latest us\n", what, device);
-    row("began", 0, 0, 132);
-    row("tile wanted", 1, carriers, 132), row("rows there", 2, carriers, 132), row("multiplied", 3, carriers, 132);
-    row("epilogue may", 4, carriers, 132), row("epilogue done", 5, carriers, 132);
-    row("norm block wanted", 6, carriers, 132), row("partials there/pushed", 7, carriers, 132),
-        row("place free/group norm", 8, carriers, 132), row("normalised", 9, carriers, 132);
-    row("helpers done", 10, carriers, 132), row("copied", 11, carriers, 132);
-    if (carriers) {
-        row("push latents from", 1, 0, carriers), row("pushed", 2, 0, carriers), row("push shared from", 3, 0, carriers),
-            row("pushed", 4, 0, carriers);
-    }
-}
-#endif
 void time_tail() {
     const Cublas lt;
     constexpr int layers = 6;
@@ -825,11 +773,7 @@ void time_tail() {
                 product(q, l);
             });
         }
-        const double few = ours(118), many = ours(132);
-        std::printf("%6ld | %8.2f %8.2f | %8.2f | %8.2f\n", static_cast<long>(m), many, few, both, alone);
-#ifdef PF_STAMPS
-        show_stamps("one rank", 0, 0);
-#endif
+        std::printf("%6ld | %8.2f %8.2f | %8.2f | %8.2f\n", static_cast<long>(m), ours(132), ours(118), both, alone);
     }
     expect(g.faults().empty(), "%s", g.faults().c_str());
 }
@@ -855,52 +799,46 @@ void time_ranks(int world) {
         CUDA(cudaEventCreate(&begin[r]));
         CUDA(cudaEventCreate(&end[r]));
     }
-    for (const std::int64_t m : {256, 512, 1024, 2048, 4096, 8192})
-        for (const Sending& way : ways) {
-            sending = way;
-            std::vector<cudaGraphExec_t> graphs(static_cast<std::size_t>(world));
+    for (const std::int64_t m : {256, 512, 1024, 2048, 4096, 8192}) {
+        std::vector<cudaGraphExec_t> graphs(static_cast<std::size_t>(world));
+        for (int r = 0; r < world; ++r) {
+            CUDA(cudaSetDevice(g.device(r)));
+            cudaGraph_t graph;
+            CUDA(cudaStreamBeginCapture(g.stream[r], cudaStreamCaptureModeThreadLocal));
+            for (int i = 0; i < calls; ++i) CUDA(g.call(r, {.tokens = m}));
+            CUDA(cudaSetDevice(g.device(r)));
+            CUDA(cudaStreamEndCapture(g.stream[r], &graph));
+            CUDA(cudaGraphInstantiate(&graphs[r], graph, 0));
+        }
+        std::vector<double> all;
+        for (int i = 0; i < 9; ++i) {
+            ++turn;
             for (int r = 0; r < world; ++r) {
                 CUDA(cudaSetDevice(g.device(r)));
-                cudaGraph_t graph;
-                CUDA(cudaStreamBeginCapture(g.stream[r], cudaStreamCaptureModeThreadLocal));
-                for (int i = 0; i < calls; ++i) CUDA(g.call(r, {.tokens = m}));
+                if (devices > 1) gate<<<1, 1, 0, g.stream[r]>>>(open, turn);
+                CUDA(cudaEventRecord(begin[r], g.stream[r]));
+                CUDA(cudaGraphLaunch(graphs[r], g.stream[r]));
+                CUDA(cudaEventRecord(end[r], g.stream[r]));
+            }
+            *static_cast<volatile int*>(open) = turn;
+            double slowest = 0;
+            for (int r = 0; r < world; ++r) {
                 CUDA(cudaSetDevice(g.device(r)));
-                CUDA(cudaStreamEndCapture(g.stream[r], &graph));
-                CUDA(cudaGraphInstantiate(&graphs[r], graph, 0));
+                CUDA(cudaEventSynchronize(end[r]));
+                float ms;
+                CUDA(cudaEventElapsedTime(&ms, begin[r], end[r]));
+                slowest = std::max(slowest, static_cast<double>(ms) * 1000 / calls);
             }
-            std::vector<double> all;
-            for (int i = 0; i < 9; ++i) {
-                ++turn;
-                for (int r = 0; r < world; ++r) {
-                    CUDA(cudaSetDevice(g.device(r)));
-                    if (devices > 1) gate<<<1, 1, 0, g.stream[r]>>>(open, turn);
-                    CUDA(cudaEventRecord(begin[r], g.stream[r]));
-                    CUDA(cudaGraphLaunch(graphs[r], g.stream[r]));
-                    CUDA(cudaEventRecord(end[r], g.stream[r]));
-                }
-                *static_cast<volatile int*>(open) = turn;
-                double slowest = 0;
-                for (int r = 0; r < world; ++r) {
-                    CUDA(cudaSetDevice(g.device(r)));
-                    CUDA(cudaEventSynchronize(end[r]));
-                    float ms;
-                    CUDA(cudaEventElapsedTime(&ms, begin[r], end[r]));
-                    slowest = std::max(slowest, static_cast<double>(ms) * 1000 / calls);
-                }
-                if (i >= 2) all.push_back(slowest);
-            }
-            CUDA(cudaSetDevice(0));
-            std::sort(all.begin(), all.end());
-            const TokenParallelPlan plan = plan_of(g.shape, m, g.ctas);
-            std::printf(
-                "%d ranks on %d GPUs, K3, M %5ld: %8.2f us a call (least %.2f; grid %d, carriers %d x %d, told %d later, "
-                "tiles of %d, ahead %d)\n",
-                world, std::min(devices, world), static_cast<long>(m), all[all.size() / 2], all[0], plan.grid, plan.carriers,
-                plan.posting, plan.settle, plan.tile_columns, plan.ahead);
-#ifdef PF_STAMPS
-            for (int d = 0; d < 1; ++d) show_stamps("two ranks", d, plan.carriers);
-#endif
+            if (i >= 2) all.push_back(slowest);
         }
+        CUDA(cudaSetDevice(0));
+        std::sort(all.begin(), all.end());
+        const TokenParallelPlan plan = plan_token_parallel_tail(g.shape, m, g.ctas);
+        std::printf(
+            "%d ranks on %d GPUs, K3, M %5ld: %8.2f us a call (least %.2f; grid %d, carriers %d, tiles of %d, ahead %d)\n",
+            world, std::min(devices, world), static_cast<long>(m), all[all.size() / 2], all[0], plan.grid, plan.carriers,
+            plan.tile_columns, plan.ahead);
+    }
     expect(g.faults().empty(), "%s", g.faults().c_str());
     g.run({.tokens = 8192}, "after timing");
     for (int r = 0; r < world; ++r) cudaEventDestroy(begin[r]), cudaEventDestroy(end[r]);
@@ -918,7 +856,6 @@ int main(int argc, char** argv) {
         for (int other = 0; other < devices; ++other) {
             if (other != d) CUDA(cudaDeviceEnablePeerAccess(other, 0));
         }
-        CUDA(prepare_token_parallel_tail());
     }
     CUDA(cudaSetDevice(0));
     std::vector<int> worlds{1, 2, 3, 4, 8};
@@ -933,15 +870,6 @@ int main(int argc, char** argv) {
                 at = end;
                 if (*at == 0) break;
             }
-        } else if (word.rfind("ways=", 0) == 0) {
-            ways.clear();
-            for (const char* at = argv[i] + 5; *at;) {
-                Sending way;
-                int read = 0;
-                if (std::sscanf(at, "%d:%d:%d%n", &way.carriers, &way.posting, &way.settle, &read) != 3) break;
-                ways.push_back(way), at += read + (at[read] == ',');
-            }
-            sending = ways.empty() ? Sending{} : ways[0];
         } else {
             modes.push_back(word);
         }

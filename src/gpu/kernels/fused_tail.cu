@@ -34,7 +34,6 @@
 #include "gpu/kernels/fused_tail_math.cuh"
 #include "gpu/kernels/fused_tail_params.cuh"
 #include "gpu/kernels/fused_tail_pool.cuh"
-#include "gpu/kernels/fused_tail_receive.cuh"
 #include "gpu/kernels/fused_tail_stamps.cuh"
 #include "gpu/kernels/fused_tail_weights.cuh"
 #include "gpu/primitives/launch.h"
@@ -59,7 +58,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__
         cluster::arrive_relaxed();
         cluster::wait();  // the first weights have been asked for
         touch(p);
-        predecessor_wait(cta, true);
+        dependency_wait();
         const auto epoch = load_relaxed<Scope::device>(&control(p.exchange).epoch[blockIdx.x]);
         const State state = load_state(p);
         store_shared(cta.bar(Barriers::epoch), epoch);
@@ -69,7 +68,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__
     } else if (Tile::pooled && warp == Tile::token_warp) {
         cluster::arrive_relaxed();
         cluster::wait();  // barriers are there
-        predecessor_wait(cta);
+        dependency_wait();
         const State state = load_state(p);
         stream_tokens(cta, state, lane);
     } else if (warp >= Tile::math_warps) {
@@ -90,31 +89,6 @@ __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__
     }
 #else
     __trap();  // the host launches nothing where this was not built for sm_90a
-#endif
-}
-
-constexpr int publishing_threads = 512, receiving_threads = 64;
-
-/// So much that a CTA does not fit beside one of the tail: fences there would wait for what is sent here.
-constexpr int publishing_shared_bytes = 32 * 1024;
-
-/// Before `tail`, if the plan says so. `world`: 2, or any.
-template <int world>
-__global__ void __launch_bounds__(publishing_threads) publish(const __grid_constant__ Params p) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    publish_partials(Cta<Tile<32, 128, Known{.world = world}>>(p, 0), threadIdx.x, publishing_threads);
-#else
-    __trap();
-#endif
-}
-
-/// Beside `tail`, if the plan says so. `world`: 2, or any.
-template <int world>
-__global__ void __launch_bounds__(receiving_threads) receive(const __grid_constant__ Params p) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    receive_columns(Cta<Tile<8, 64, Known{.world = world}>>(p, 0), threadIdx.x, receiving_threads);
-#else
-    __trap();
 #endif
 }
 
@@ -151,28 +125,15 @@ struct Compiled {
     Known known;
     Kernel kernel;
     int threads, gather_threads, gather_at_once;
-    int weight_bytes, place_bytes, token_bytes, parts_bytes, max_ring;
-    int most_blocks;  ///< of a CTA; 0: any number
+    int weight_bytes, token_bytes, parts_bytes, max_ring;
     bool pooled;
 };
 
 template <int tokens, int rows, Known known = Known{}>
 constexpr Compiled compiled() {
     using T = Tile<tokens, rows, known>;
-    return {tokens,
-            rows,
-            known,
-            tail<T>,
-            T::threads,
-            T::gather_threads,
-            T::gather_at_once,
-            T::weight_bytes,
-            T::place_bytes,
-            T::token_bytes,
-            T::parts_bytes,
-            T::max_ring,
-            T::widens_early ? 11 + T::held_blocks : 0,
-            T::pooled};
+    return {tokens,          rows,           known,          tail<T>,     T::threads, T::gather_threads, T::gather_at_once,
+            T::weight_bytes, T::token_bytes, T::parts_bytes, T::max_ring, T::pooled};
 }
 
 constexpr Known pairs_of_four{.split = 4, .world = 2, .turns = 1};
@@ -225,10 +186,7 @@ const Compiled* find(const FusedTailShape& shape, const FusedTailPlan& plan, boo
     for (const Compiled& c : tiles) {
         const auto serves = [](int known, std::int64_t actual) { return known == 0 || known == actual; };
         if (c.tokens == plan.tokens && c.rows == plan.rows && c.known.float8 == plan.float8 && (stamps || !c.known.stamps) &&
-            serves(c.known.split, plan.split) && serves(c.known.world, shape.world) && serves(c.known.turns, turns) &&
-            (c.most_blocks == 0 ||
-             (PackedLayout{shape.hidden / shape.world, shape.latent}.blocks() + plan.split - 1) / plan.split <=
-                 c.most_blocks)) {
+            serves(c.known.split, plan.split) && serves(c.known.world, shape.world) && serves(c.known.turns, turns)) {
             return &c;
         }
     }
@@ -305,7 +263,7 @@ bool cut(const FusedTailShape& shape, const FusedTailPlan& plan, const Compiled&
     p.token_ring = tile.pooled ? std::clamp(plan.token_ring, 2, most_places) : p.block_stride;
     const std::int64_t others = std::int64_t{p.token_ring} * tile.token_bytes + tile.parts_bytes + shared_sums +
                                 round_up(std::int64_t{4} * plan.split * tile.tokens, 16) + block_squares + at_ring;
-    const std::int64_t fits = (max_shared_bytes - others) / tile.place_bytes;
+    const std::int64_t fits = (max_shared_bytes - others) / tile.weight_bytes;
     if (others > max_shared_bytes || fits < 2) return false;
     p.ring = static_cast<int>(std::min<std::int64_t>({fits, tile.max_ring, std::max(2, tiles_of_cluster * p.block_stride)}));
     p.in_flight_early = std::clamp(plan.in_flight_early, 1, p.ring);
@@ -313,7 +271,7 @@ bool cut(const FusedTailShape& shape, const FusedTailPlan& plan, const Compiled&
     p.prefetch_blocks = std::max(plan.prefetch_blocks, 0), p.prefetch_clocks = plan.prefetch_clocks;
     p.prefetch_at_once = plan.prefetch_at_once;
 
-    p.at.tokens = at_ring + p.ring * tile.place_bytes;
+    p.at.tokens = at_ring + p.ring * tile.weight_bytes;
     p.at.parts = p.at.tokens + p.token_ring * tile.token_bytes;
     p.at.shared_sums = p.at.parts + tile.parts_bytes;
     p.at.squares = p.at.shared_sums + static_cast<int>(shared_sums);
@@ -405,13 +363,6 @@ cudaError_t prepare_fused_tail() {
         }
     }
     cudaFuncAttributes attributes{};
-    for (const fused::Kernel small : {fused::receive<2>, fused::receive<0>, fused::publish<2>, fused::publish<0>}) {
-        // The tail's own division of a multiprocessor's memory, or the two cannot be there together.
-        const cudaError_t e =
-            cudaFuncSetAttribute(small, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-        if (e != cudaSuccess) return e;
-        if (const cudaError_t loaded = cudaFuncGetAttributes(&attributes, small); loaded != cudaSuccess) return loaded;
-    }
     return cudaFuncGetAttributes(&attributes, fused::idle);
 }
 
@@ -474,11 +425,6 @@ cudaError_t fused_tail_plans(const FusedTailShape& shape, std::int64_t tokens, i
     return cudaErrorLaunchOutOfResources;
 }
 
-FusedTailSlotLayout fused_tail_slot_layout(const FusedTailShape& shape) {
-    const fused::RegionLayout region(shape);
-    return {region.slot_bytes, region.latent_box, region.column_box};
-}
-
 std::int64_t fused_tail_region_bytes(const FusedTailShape& shape) {
     return fused::RegionLayout(shape).bytes;
 }
@@ -516,13 +462,7 @@ cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
     p.scale = op.scale, p.epsilon = op.epsilon;
     p.rms_norm = op.rms_norm;
     p.exchange_shared = p.shared && !op.shared_is_sum && op.shape.world > 1;
-    p.sent = op.partials_sent && op.shape.world > 1;
-    if (p.sent && op.tokens > op.plan.tokens) return cudaErrorInvalidValue;
-    p.publisher = !p.sent && op.plan.publishers > 0 && op.shape.world > 1 && op.tokens > 0 && tile->pooled;
-    p.tail_grid = fused_tail_grid(op.plan);
-    p.receiver = op.plan.receiver && op.shape.world > 1 && op.tokens > 0;
-    p.release = op.releases_early || p.receiver;
-    p.shared_late = op.plan.shared_late, p.held = op.plan.held;
+    p.release = op.releases_early;
     p.timeout_ticks =
         static_cast<std::uint32_t>(std::min<std::uint64_t>((op.exchange.timeout_ns >> fused::tick_log2_ns) + 1, 1u << 30));
     p.stamps = op.stamps;
@@ -538,31 +478,14 @@ cudaError_t launch_fused_tail(const FusedTail& op, cudaStream_t stream) {
     }
     for (std::int64_t first = 0; first < op.tokens; first += op.plan.tokens) {
         p.tokens = static_cast<int>(std::min<std::int64_t>(op.plan.tokens, op.tokens - first));
-        if (p.publisher) {
-            const cudaError_t first_kernel = launch({.grid = op.plan.publishers,
-                                                     .block = fused::publishing_threads,
-                                                     .shared_bytes = fused::publishing_shared_bytes,
-                                                     .dependent = op.starts_early,
-                                                     .stream = stream},
-                                                    op.shape.world == 2 ? fused::publish<2> : fused::publish<0>, p);
-            if (first_kernel != cudaSuccess) return first_kernel;
-        }
         const cudaError_t e = launch({.grid = fused_tail_grid(op.plan),
                                       .block = tile->threads,
                                       .cluster = op.plan.split,
                                       .shared_bytes = p.at.bytes,
-                                      .dependent = op.starts_early || p.publisher,
+                                      .dependent = op.starts_early,
                                       .stream = stream},
                                      tile->kernel, p);
         if (e != cudaSuccess) return e;
-        if (p.receiver) {
-            fused::Params of_receiver = p;
-            of_receiver.release = op.releases_early;
-            const cudaError_t second = launch(
-                {.grid = fused_tail_grid(op.plan), .block = fused::receiving_threads, .dependent = true, .stream = stream},
-                op.shape.world == 2 ? fused::receive<2> : fused::receive<0>, of_receiver);
-            if (second != cudaSuccess) return second;
-        }
         for (UnitRows* rows : {&p.routed, &p.shared, &p.prefix, &p.out}) {
             if (*rows) rows->data += op.plan.tokens * rows->stride;
         }

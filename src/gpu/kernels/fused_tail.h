@@ -49,10 +49,6 @@ struct FusedTailPlan {
     int prefetch_blocks = 24;   ///< of weights that shared memory does not hold, into L2, at most,
     int prefetch_at_once = 3;   ///< all at once if there are no more,
     int prefetch_clocks = 700;  ///< one in so many clocks
-    int publishers = 0;         ///< CTAs of a kernel that sends many tokens' partials; 0: none. One rank a GPU
-    bool receiver = false;      ///< a second kernel takes the peers' columns: only where a GPU has one rank
-    int held = 3;               ///< blocks of weights that wait for the latents in registers, at most
-    int shared_late = 0;        ///< clocks that the shared slices leave after the latents
     bool float8 = false;        ///< `packed` is e4m3 (packed_float8.h): in builds for measurement only
     bool digest = true;         ///< of the latents, for the next call's header; the same on every rank
 
@@ -85,12 +81,6 @@ cudaError_t fused_tail_fits(const FusedTailShape& shape, const FusedTailPlan& pl
 /// Where the kernel without clusters (fused_tail_mfma.cuh) runs: it needs MFMA and waves of 64.
 inline constexpr std::array<const char*, 3> fused_tail_architectures = {"gfx90a", "gfx942", "gfx950"};
 
-/// Bytes of a slot and of its boxes, for a producer that sends (fused_tail_slot.cuh).
-struct FusedTailSlotLayout {
-    std::int64_t slot_bytes, latent_box, column_box;
-};
-FusedTailSlotLayout fused_tail_slot_layout(const FusedTailShape& shape);
-
 std::int64_t fused_tail_region_bytes(const FusedTailShape& shape);
 /// Of this rank's own memory, for the call under way: the sum of many tokens' latents.
 std::int64_t fused_tail_workspace_bytes(const FusedTailShape& shape);
@@ -110,8 +100,6 @@ struct FusedTail {
     ConstRows prefix;              ///< [tokens, hidden], the same on every rank, added last; may be absent
     Rows out;                      ///< [tokens, hidden]; may be exactly `shared` or `prefix`
     const void* packed = nullptr;  ///< this rank's rows of W_up (packed_layout.h), bf16
-    /// The kernel before has sent this rank's partials to the peers (fused_tail_slot.cuh). At most `plan.tokens` rows.
-    bool partials_sent = false;
     bool rms_norm = true;
     const void* gamma = nullptr;  ///< [latent]; null: ones
     float epsilon = 1e-5F;

@@ -29,49 +29,13 @@ LATENT_MOE_DEVICE void widen_float8(std::uint32_t word, std::uint32_t& low, std:
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(high) : "r"(b), "r"(two_to_120));
 }
 
-/// See `Math::hold`: all blocks, before the latents are there. The first ones stay in registers; the others are written as
-/// wgmma reads bf16. Every warp widens its own 16 rows, but a place holds what other warps have yet to read.
-template <class Math>
-LATENT_MOE_DEVICE void widen_early(const Math& math, typename Math::Progress& at, typename Math::Held& held) {
-    using Tile = typename Math::Tile;
-    const auto& cta = math.cta;
-    const int lane = math.thread % 32, row = math.warp * fragment_rows + lane % 16;
-    held.count = max(0, cta.blocks - math.p.ring);
-    const auto load = [&](int block, std::uint32_t(&words)[8]) {
-        wait_locally(cta.bar(Barriers::full, block), 0);
-        const std::uint32_t from = cta.landing(block) + math.warp * PackedFloat8Layout::fragment_bytes + lane * 16;
-        const auto a = load_shared<uint4>(from), b = load_shared<uint4>(from + PackedFloat8Layout::half_bytes);
-        words[0] = a.x, words[1] = a.y, words[2] = a.z, words[3] = a.w;
-        words[4] = b.x, words[5] = b.y, words[6] = b.z, words[7] = b.w;
-    };
-    const auto widen = [&](const std::uint32_t(&words)[8], int step, std::uint32_t(&a)[4]) {
-        widen_float8(words[2 * step], a[0], a[1]);
-        widen_float8(words[2 * step + 1], a[2], a[3]);
-    };
-#pragma unroll
-    for (int block = 0; block < Tile::held_blocks; ++block) {
-        if (block >= held.count) break;
-        std::uint32_t words[8];
-        load(block, words);
-#pragma unroll
-        for (int step = 0; step < 4; ++step) widen(words, step, held.at[block][step]);
-    }
-#pragma unroll 1
-    for (int block = held.count; block < cta.blocks; ++block) {
-        std::uint32_t words[8];
-        load(block, words);
-        sync_threads_of(block_read, Math::threads);
-        const std::uint32_t to = cta.ring(block - held.count) + row * PackedLayout::row_bytes;
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-            std::uint32_t a[4];
-            widen(words, step, a);
-            store_matrices(to + ((2 * step + lane / 16) ^ row % 8) * 16, a);
-        }
-    }
-    fence_proxy_async();  // ordinary stores, read by wgmma
-    stamp<Tile>(math.p, last_weights, math.thread == 0);
-    at.index = held.count, at.place = 0, at.round = 0;
+/// Four matrices of 8 rows × 16 bytes: lane l gives the address of row l % 8 of matrix l / 8, and gets of each matrix 4
+/// bytes of row l / 4.
+LATENT_MOE_DEVICE void load_matrices(std::uint32_t (&v)[4], std::uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(address)
+                 : "memory");
 }
 
 /// See `Math::multiply`.

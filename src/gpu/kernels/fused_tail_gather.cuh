@@ -452,14 +452,14 @@ struct Gather {
     LATENT_MOE_DEVICE void run(AnnounceAndFinish announce_and_finish) {
         if constexpr (Tile::pooled) {
             PoolFiller pool_filler = filler();
-            predecessor_wait(cta);
+            dependency_wait();
             stamp<Tile>(p, predecessor_over, thread == 0);
             const State state = load_state(p);
             if (p.release && thread == 0) release_dependents();
             const Slot<Cta> slot(cta, state.slot);
             const uint4 own = first_own_shared();
             const std::uint32_t digest = fill_pool(state, slot, pool_filler);
-            if (!p.publisher && !p.sent) publish_shared(slot);
+            publish_shared(slot);
             cluster::wait();
             if (p.rms_norm) add_up_squares(cta, state, thread / 32, threads / 32, thread % 32);
             gather_shared(slot, own);
@@ -473,7 +473,7 @@ struct Gather {
             Place first{thread / p.gather_columns, thread % p.gather_columns};
             if (first.row >= p.gather_rows) first.row = p.tokens;
             const uint4 gamma = gamma_of(first.unit);
-            predecessor_wait(cta);
+            dependency_wait();
             stamp<Tile>(p, predecessor_over, thread == 0);
             const State state = load_state(p);
             if (p.release && thread == 0) release_dependents();
@@ -494,9 +494,7 @@ struct Gather {
     LATENT_MOE_DEVICE void finish_call(const State& state, const Slot<Cta>& slot) {
         if (p.pool) rearm_pool(p, state, threads - 1 - thread, threads);
         rearm(cta, state, threads - 1 - thread, threads);  // other warps first than those that wait for columns
-        if (!p.receiver) gather_columns(cta, slot, wait, thread, threads);
-        if (Tile::pooled && p.publisher)
-            dependency_wait();  // whoever waits for this kernel may rely on the one before it, too
+        gather_columns(cta, slot, wait, thread, threads);
         stamp<Tile>(p, columns_came, thread == 0);
         wait.report(cta.bar(Barriers::epoch));
     }

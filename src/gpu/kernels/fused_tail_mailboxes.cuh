@@ -36,27 +36,19 @@
 
 namespace latent_moe::gpu::fused {
 
-/// What a CTA knows of the calls before.
-struct State {
+/// What a CTA knows of the calls before; 32 bytes, so that CTAs do not meet in a sector.
+struct alignas(32) State {
     std::uint32_t slot;  ///< of this call
     std::uint32_t rows;  ///< that the call before this one used, in the slot before, times 2; and its digests' index
     LATENT_MOE_DEVICE std::uint32_t rows_before() const { return rows >> 1; }
     LATENT_MOE_DEVICE std::uint32_t digests() const { return ~rows & 1; }
 };
 
-/// 32 bytes, so that CTAs do not meet in a sector. Every kernel of a call has a state of its own, and writes no other.
-struct alignas(32) Entry {
-    State tail;
-    State receiver;                  ///< of the kernel that takes columns, where one does (fused_tail_receive.cuh),
-    State publisher;                 ///< and of the one that sends the partials (fused_tail_publish.cuh)
-    std::uint32_t predecessor_over;  ///< for this CTA of the tail's kernel, set by the one that sends the partials
-};
-
 /// The region before the slots: an entry a CTA, and the digests of the two last calls, spread so that adding to them is
 /// quick.
 inline constexpr int digest_lanes = static_cast<int>(wave_size);
 struct Head {
-    Entry entries[max_grid];
+    State state[max_grid];
     struct alignas(128) Count {
         std::uint32_t items;
     };
@@ -112,28 +104,22 @@ LATENT_MOE_DEVICE Head& head(const Params& p) {
     return *reinterpret_cast<Head*>(p.own_region);
 }
 
-/// This CTA's, as a kernel of the call has it. After `dependency_wait`.
-LATENT_MOE_DEVICE State load_state(const Params& p, State Entry::*of = &Entry::tail) {
-    const uint2 v = load_relaxed<Scope::device>(reinterpret_cast<const uint2*>(&(head(p).entries[blockIdx.x].*of)));
+/// After `dependency_wait`.
+LATENT_MOE_DEVICE State load_state(const Params& p) {
+    const uint2 v = load_relaxed<Scope::device>(reinterpret_cast<const uint2*>(head(p).state + blockIdx.x));
     return {v.x, v.y};
 }
 
 /// By one warp, once all threads of the CTA have loaded the state. As with the epoch: CTA b writes the entries b, b + G, …,
 /// so that the next call finds its own whatever its grid.
-LATENT_MOE_DEVICE void store_state(const Params& p, State Entry::*of, const State& now, int lane) {
+LATENT_MOE_DEVICE void store_state(const Params& p, const State& now, int lane) {
     const uint2 next =
         make_uint2(now.slot == slots - 1 ? 0 : now.slot + 1, static_cast<std::uint32_t>(p.tokens) << 1 | now.digests());
 #pragma unroll 1
     for (int i = static_cast<int>(blockIdx.x) + lane * static_cast<int>(gridDim.x); i < max_grid;
          i += static_cast<int>(wave_size * gridDim.x)) {
-        store_relaxed<Scope::device>(reinterpret_cast<uint2*>(&(head(p).entries[i].*of)), next);
+        store_relaxed<Scope::device>(reinterpret_cast<uint2*>(head(p).state + i), next);
     }
-}
-/// By the kernel of the tail itself: also for those that are not there in this call.
-LATENT_MOE_DEVICE void store_state(const Params& p, const State& now, int lane) {
-    store_state(p, &Entry::tail, now, lane);
-    if (!p.receiver) store_state(p, &Entry::receiver, now, lane);
-    if (!p.publisher) store_state(p, &Entry::publisher, now, lane);
 }
 
 /// One thread's waiting for peers. As `Wait` of bounded_wait.h, but the telling is left to the end of the thread's role,
@@ -158,10 +144,6 @@ public:
     /// At the end of the role, once the epoch is in shared memory.
     LATENT_MOE_DEVICE void report(std::uint32_t epoch_word) const {
         if (blame_ != 0) tell(p_, load_shared<std::uint32_t>(epoch_word), blame_);
-    }
-    /// By a kernel that begins after the call's epoch was left behind.
-    LATENT_MOE_DEVICE void report_of_call_before(std::uint32_t next_epoch) const {
-        if (blame_ != 0) tell(p_, next_epoch == 0 ? epoch_period - 1 : next_epoch - 1, blame_);
     }
 
 private:

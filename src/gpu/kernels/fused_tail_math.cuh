@@ -75,10 +75,6 @@ struct Math {
     /// Waits for the predecessor. Returns the state of the calls. With few tokens one half of the threads sends the latents
     /// and the other the shared slices; with many, all send latents, and the gathering warps the others, later.
     LATENT_MOE_DEVICE State publish() const {
-        if (p.sent || (Tile::pooled && p.publisher)) {
-            predecessor_wait(cta);
-            return load_state(p);
-        }
         if constexpr (Tile::pooled) {
             constexpr int at_once = std::max(1, Tile::tokens / Tile::math_warps / 8);
             ItemPublisher<Cta, at_once> latents(cta, warp, Tile::math_warps);
@@ -93,10 +89,6 @@ struct Math {
             dependency_wait();
             half.load();
             const State state = load_state(p);
-            if (p.shared_late > 0 && warp >= Tile::math_warps / 2) {
-                const auto begin = static_cast<unsigned>(clock());
-                while (static_cast<unsigned>(clock()) - begin < static_cast<unsigned>(p.shared_late)) {}
-            }
             half.send_all(Slot<Cta>(cta, state.slot));
             stamp<Tile>(p, published, thread == 0);
             return state;
@@ -111,91 +103,32 @@ struct Math {
         int token_place = 0, token_round = 0;  ///< in the ring of pooled latents
     };
 
-    /// The first blocks, while the latents are still on their way: into registers, as mma.sync wants them. Their places in
-    /// the ring are free then, so that the stream of weights does not wait for latents.
-    struct Held {
-        std::uint32_t at[std::max(1, Tile::held_blocks)][4][4];  ///< [block][step of 16 columns]
-        int count = 0;
-    };
-    LATENT_MOE_DEVICE void hold(Progress& at, Held& held) const {
-        held.count = min(min(int{Tile::held_blocks}, p.held), max(0, cta.blocks - p.ring));
-        const int lane = thread % 32, row = warp * fragment_rows + lane % 16;
-#pragma unroll
-        for (int block = 0; block < Tile::held_blocks; ++block) {
-            if (block >= held.count) break;
-            wait_locally(cta.bar(Barriers::full, block), 0);
-            const std::uint32_t from = cta.ring(block) + row * PackedLayout::row_bytes;
-#pragma unroll
-            for (int step = 0; step < 4; ++step) {
-                load_matrices(held.at[block][step], from + ((2 * step + lane / 16) ^ row % 8) * 16);
-            }
-            __syncwarp();
-            if (lane == 0) mbarrier::arrive(cta.bar(Barriers::empty, block));
-        }
-        at.index = held.count, at.place = held.count % p.ring, at.round = held.count / p.ring;
-    }
-    /// Into sums of their own: wgmma's registers must be written by wgmma alone, or its products wait for one another.
-    LATENT_MOE_DEVICE void multiply_held(const Held& held, float (&sums)[2][Tile::tokens / 2]) const {
-        const int lane = thread % 32;
-        const std::uint32_t tokens = cta.memory + p.at.tokens + lane % 8 * PackedLayout::row_bytes;
-#pragma unroll
-        for (int block = 0; block < Tile::held_blocks; ++block) {
-            if (block >= held.count) break;
-#pragma unroll
-            for (int group = 0; group < Tile::tokens / 8; ++group) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    std::uint32_t b[4];
-                    load_matrices(b, tokens + block * Tile::token_bytes + group * 8 * PackedLayout::row_bytes +
-                                         ((4 * half + lane / 8) ^ lane % 8) * 16);
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        const int step = 2 * half + i;
-                        const std::uint32_t(&a)[4] = held.at[block][step];
-                        auto& of_group = reinterpret_cast<float(&)[4]>(sums[i][4 * group]);
-                        mma_16x8x16<Dtype::bf16>(of_group, a[0], a[1], a[2], a[3], b[2 * i], b[2 * i + 1]);
-                    }
-                }
-            }
-        }
-    }
-
     /// This warp's fragment: 16 rows of the tile, all tokens. The first time, the tokens are still being gathered.
-    LATENT_MOE_DEVICE void multiply(bool first_time, Progress& at, const Held& held, float (&sum)[Tile::tokens / 2]) const {
-        if constexpr (Tile::known.float8 && !Tile::widens_early) {
+    LATENT_MOE_DEVICE void multiply(bool first_time, Progress& at, float (&sum)[Tile::tokens / 2]) const {
+        if constexpr (Tile::known.float8) {
             multiply_float8(*this, first_time, at, sum);
         } else {
-            multiply_bf16(first_time, at, held, sum);
+            multiply_bf16(first_time, at, sum);
         }
     }
-    LATENT_MOE_DEVICE void multiply_bf16(bool first_time, Progress& at, const Held& held,
-                                         float (&sum)[Tile::tokens / 2]) const {
+    LATENT_MOE_DEVICE void multiply_bf16(bool first_time, Progress& at, float (&sum)[Tile::tokens / 2]) const {
         constexpr int width = Tile::tokens;
         float acc[Tile::chains][width / 2] = {};
-        // Blocks whose place somebody waits for.
-        const int freed = Tile::widens_early ? 0 : cta.turns() * cta.blocks - p.ring;
+        const int freed = cta.turns() * cta.blocks - p.ring;  // blocks whose place somebody waits for
         const std::uint32_t weights = cta.ring(0) + warp / 4 * 64 * PackedLayout::row_bytes,
                             tokens = cta.memory + p.at.tokens;
         const int blocks_of_pass = Tile::pooled ? cta.blocks : static_cast<int>(static_cast<unsigned>(p.gather_columns) / 8);
         const int freed_tokens = cta.turns() * cta.blocks - p.token_ring;
-        int block = 0, end = 0, barrier = tokens_ready;
-        const auto next_pass = [&] {
+        int block = 0;
+#pragma unroll 1
+        for (int end = 0, barrier = tokens_ready; end < cta.blocks; ++barrier) {
             end = min(end + blocks_of_pass, cta.blocks);
             if (!Tile::pooled && first_time) sync_threads_of(barrier, threads + Tile::gather_threads);
-            ++barrier;
-        };
-        next_pass();
-        [[maybe_unused]] float held_sums[2][width / 2] = {};
-        if constexpr (Tile::held_blocks > 0) multiply_held(held, held_sums), block = held.count;
-#pragma unroll 1
-        while (true) {
 #pragma unroll 1
             for (; block < end; ++block) {
-                if constexpr (!Tile::widens_early) {
-                    wait_locally(cta.bar(Barriers::full, at.place), at.round & 1);
-                    stamp<Tile>(p, last_weights, thread == 0);
-                }
-                const std::uint64_t w = swizzled_operand(weights + at.place * Tile::place_bytes);
+                wait_locally(cta.bar(Barriers::full, at.place), at.round & 1);
+                stamp<Tile>(p, last_weights, thread == 0);
+                const std::uint64_t w = swizzled_operand(weights + at.place * Tile::weight_bytes);
                 if constexpr (Tile::pooled) {
                     wait_locally(cta.bar(Barriers::token_full, at.token_place), at.token_round & 1);
                 }
@@ -211,7 +144,7 @@ struct Math {
                     }
                 }
                 wgmma_commit();
-                const bool frees_weights = at.index > (Tile::held_blocks > 0 ? held.count : 0) && at.index <= freed;
+                const bool frees_weights = at.index > 0 && at.index <= freed;
                 const bool frees_tokens = Tile::pooled && at.index > 0 && at.index <= freed_tokens;
                 if (Tile::pooled || frees_weights) wgmma_wait<1>();  // the block before this one
                 if (frees_weights || frees_tokens) {
@@ -226,8 +159,6 @@ struct Math {
                 if (++at.place == p.ring) at.place = 0, ++at.round;
                 if (Tile::pooled && ++at.token_place == p.token_ring) at.token_place = 0, ++at.token_round;
             }
-            if (end == cta.blocks) break;
-            next_pass();
         }
         wgmma_wait<0>();
         if constexpr (Tile::pooled) {
@@ -243,7 +174,6 @@ struct Math {
             sum[i] = chain(0);
             if constexpr (Tile::chains == 2) sum[i] += chain(1);
             if constexpr (Tile::chains == 4) sum[i] = (chain(0) + chain(1)) + (chain(2) + chain(3));
-            if constexpr (Tile::held_blocks > 0) sum[i] += held_sums[0][i] + held_sums[1][i];
         }
     }
 
@@ -366,79 +296,51 @@ struct Math {
         factor = p.rms_norm ? p.scale * rms_factor(squares, p.inverse_latent, p.epsilon) : p.scale;
     }
 
-    /// What finishing an item needs that does not wait for the parts: gathered before they come.
-    struct Prepared {
-        Words prefix;
-        float shared[item_columns];
-        std::uint32_t *to_peer, *to_out;  ///< `to_peer`: of a single one
-    };
-    LATENT_MOE_DEVICE std::uint32_t* column_word(const Slot<Cta>& slot, int peer, const Item& i) const {
-        return reinterpret_cast<std::uint32_t*>(slot.columns_to(peer)) + i.token * p.column_units * 4 + i.word;
-    }
-    /// After `shared_ready`.
-    LATENT_MOE_DEVICE Prepared prepare(const Slot<Cta>& slot, int turn, const Item& i, int index,
-                                       const Words& prefix) const {
-        Prepared r;
-        r.prefix = prefix;
-        const std::uint32_t shared_at = cta.memory + p.at.shared_sums + (turn * item_count() + index) * (item_columns * 4);
-#pragma unroll
-        for (int e = 0; e < item_columns; ++e) r.shared[e] = load_shared<float>(shared_at + e * 4);
-        r.to_peer = Cta::pair ? column_word(slot, 1 - p.rank, i) : nullptr;
-        r.to_out = word_of(p.out, i);
-        return r;
-    }
-    /// Once the parts are there.
-    LATENT_MOE_DEVICE void finish_item(const Slot<Cta>& slot, const Item& i, const Prepared& prepared,
-                                       [[maybe_unused]] const Scales& scales) const {
-        using E = Element<Dtype::bf16>;
-        float sum[item_columns], factor;
-        sum_parts(i, sum, factor);
-        Words result;
-#pragma unroll
-        for (int w = 0; w < item_words; ++w) {
-            float two[2], last[2];
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                // A factor of 0 (the squares overflowed): the row's latents count as 0, however large they are.
-                float product = p.rms_norm && factor == 0 ? 0 : factor * sum[2 * w + e];
-                if constexpr (Tile::known.float8) {
-                    product *= scales.at[2 * w + e];
-                } else if (p.column_scales) {
-                    product *= p.column_scales[2 * (i.word + w) + e];
-                }
-                two[e] = prepared.shared[2 * w + e] + product;
-            }
-            result.at[w] = E::pack(two);
-            if (p.prefix.data) {
-                E::unpack(result.at[w], two), E::unpack(prepared.prefix.at[w], last);
-                two[0] += last[0], two[1] += last[1];
-                result.at[w] = E::pack(two);
-            }
-            result.at[w] = E::canonical(result.at[w]);
-        }
-        if constexpr (Cta::pair) {
-            store(prepared.to_peer, result);
-        } else {
-            for_each_peer(cta, [&](int peer) { store(column_word(slot, peer, i), result); });
-        }
-        store(prepared.to_out, result);
-    }
-
-    /// Whether no thread has more than one item, whatever the tokens.
-    static constexpr bool one_item = Cta::known.turns == 1 && Cta::known.split > 0 && !shared_out &&
-                                     Tile::tokens * (Tile::rows / std::max(1, Cta::known.split)) / item_columns <= threads;
-
     LATENT_MOE_DEVICE void finish(const Slot<Cta>& slot, int turn, const Item& first, const Words& first_prefix,
                                   const Scales& first_scales) const {
+        using E = Element<Dtype::bf16>;
 #pragma unroll 1
         for (int index = thread; index < item_count(); index += finishing_threads) {
             const Item i = index == thread ? first : item(cta.tile(turn), index);
             if (!i.exists) continue;
             const Words prefix = index == thread ? first_prefix : prefix_of(i);
-            const Scales scales = index == thread ? first_scales : scales_of(i);
+            [[maybe_unused]] const Scales scales = index == thread ? first_scales : scales_of(i);
+            float sum[item_columns], factor, shared[item_columns];
             if constexpr (Tile::signals > 1)
                 wait_locally(cta.bar(Barriers::received, i.token / Tile::tokens_of_signal), turn & 1);
-            finish_item(slot, i, prepare(slot, turn, i, index, prefix), scales);
+            sum_parts(i, sum, factor);
+            const std::uint32_t shared_at =
+                cta.memory + p.at.shared_sums + (turn * item_count() + index) * (item_columns * 4);
+#pragma unroll
+            for (int e = 0; e < item_columns; ++e) shared[e] = load_shared<float>(shared_at + e * 4);
+            Words result;
+#pragma unroll
+            for (int w = 0; w < item_words; ++w) {
+                float two[2], last[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    // A factor of 0 (the squares overflowed): the row's latents count as 0, however large they are.
+                    float product = p.rms_norm && factor == 0 ? 0 : factor * sum[2 * w + e];
+                    if constexpr (Tile::known.float8) {
+                        product *= scales.at[2 * w + e];
+                    } else if (p.column_scales) {
+                        product *= p.column_scales[2 * (i.word + w) + e];
+                    }
+                    two[e] = shared[2 * w + e] + product;
+                }
+                result.at[w] = E::pack(two);
+                if (p.prefix.data) {
+                    E::unpack(result.at[w], two), E::unpack(prefix.at[w], last);
+                    two[0] += last[0], two[1] += last[1];
+                    result.at[w] = E::pack(two);
+                }
+                result.at[w] = E::canonical(result.at[w]);
+            }
+            for_each_peer(cta, [&](int peer) {
+                store(reinterpret_cast<std::uint32_t*>(slot.columns_to(peer)) + i.token * p.column_units * 4 + i.word,
+                      result);
+            });
+            store(word_of(p.out, i), result);
         }
     }
 
@@ -458,36 +360,22 @@ struct Math {
         __syncwarp();
         cluster::wait();
         Progress at;
-        Held held;
-        if constexpr (Tile::widens_early) {
-            widen_early(*this, at, held);
-        } else if constexpr (Tile::held_blocks > 0) {
-            hold(at, held);
-        }
 #pragma unroll 1
         for (int turn = 0; turn < cta.turns(); ++turn) {
             const Item first = item(cta.tile(turn), thread);
             const Words prefix = prefix_of(first);
             const Scales scales = scales_of(first);
             float sum[Tile::tokens / 2];
-            multiply(turn == 0, at, held, sum);
+            multiply(turn == 0, at, sum);
             stamp<Tile>(p, multiply_done, thread == 0);
             if (Cta::known.turns != 1 && turn > 0) {
                 wait_locally([&] { return try_wait_cluster(cta.bar(Barriers::may_send), (turn - 1) & 1); });
             }
             send_fragment(sum);
             if (turn == 0) sync_threads_of(shared_ready, threads + Tile::gather_threads);
-            if constexpr (one_item) {
-                Prepared prepared{};
-                if (first.exists) prepared = prepare(slot, 0, first, thread, prefix);
-                wait_locally(cta.bar(Barriers::received), 0);
-                stamp<Tile>(p, parts_there, thread == 0);
-                if (first.exists) finish_item(slot, first, prepared, scales);
-            } else {
-                if constexpr (Tile::signals == 1) wait_locally(cta.bar(Barriers::received), turn & 1);
-                stamp<Tile>(p, parts_there, thread == 0);
-                finish(slot, turn, first, prefix, scales);
-            }
+            if constexpr (Tile::signals == 1) wait_locally(cta.bar(Barriers::received), turn & 1);
+            stamp<Tile>(p, parts_there, thread == 0);
+            finish(slot, turn, first, prefix, scales);
             if constexpr (Tile::signals > 1) {
                 // Nobody leaves, and no phase is begun, before all has come, also what is of no token.
 #pragma unroll 1

@@ -10,13 +10,6 @@
 #include "gpu/primitives/copy.h"
 #include "gpu/primitives/window.h"
 
-#ifndef LATENT_MOE_GATHER_16
-#define LATENT_MOE_GATHER_16 4
-#endif
-#ifndef LATENT_MOE_HELD_16
-#define LATENT_MOE_HELD_16 3
-#endif
-
 namespace latent_moe::gpu::fused {
 
 /// Of shared memory: leaves room for a neighbouring kernel's reserved kilobyte, so that both can be resident.
@@ -64,23 +57,14 @@ struct Tile {
     /// Items of the pool that a warp sums together, with one fence.
     static constexpr int items_at_once = tokens <= 64 ? 1 : rows == 64 ? 2 : 3;
     /// Rows that a thread polls together, if there is one peer.
-    static constexpr int gather_at_once = tokens <= 8 ? 2 : tokens == 16 ? LATENT_MOE_GATHER_16 : tokens <= 32 ? 4 : 6;
+    static constexpr int gather_at_once = tokens <= 8 ? 2 : tokens <= 32 ? 4 : 6;
 
     static constexpr int packed_bytes = known.float8 ? PackedFloat8Layout::block_bytes : PackedLayout::block_bytes;
     static constexpr int weight_bytes = packed_bytes / PackedLayout::tile_rows * rows;  ///< of one block of 64 columns
     static constexpr int max_ring = max_ring_of(weight_bytes);
     static constexpr int token_bytes = tokens * PackedLayout::row_bytes;  ///< of one block
-    /// Of a tile's first blocks so many wait for the latents in registers, and their places are free for the last blocks.
-    static constexpr int held_blocks =
-        !pooled && known.turns == 1 && rows == 128 ? (tokens <= 8 ? 2 : LATENT_MOE_HELD_16) : 0;
-    /// e4m3 becomes bf16 as it comes, before the latents are there, and is multiplied as bf16 is.
-    static constexpr bool widens_early = known.float8 && known.turns == 1;
-    static constexpr int place_bytes = weight_bytes * (widens_early ? 2 : 1);  ///< of the ring
     /// Of wgmma (mma.sync for e4m3), added at the end.
-    static constexpr int chains = tokens == 16 && (known.float8 || held_blocks > 0) ? 2
-                                  : tokens <= 16                                    ? 4
-                                  : tokens == 32                                    ? 2
-                                                                                    : 1;
+    static constexpr int chains = tokens == 16 && known.float8 ? 2 : tokens <= 16 ? 4 : tokens == 32 ? 2 : 1;
 
     // A fragment as its warp's lanes hold it: | tokens 0 … 7: lane 0: 4 floats, lane 1 … | tokens 8 … 15 | …. There are 16
     // bytes more after every 8 lanes and the size is an odd multiple of 64, so that a warp that reads 2 tokens × 32 rows, or
@@ -135,8 +119,6 @@ static_assert(Barriers::bytes <= at_ring);
 /// Named barriers of a CTA; 0 is __syncthreads. The latents are gathered in passes over K, each with a barrier of its own.
 enum NamedBarrier : int { squares_ready = 1, shared_ready = 2, parts_read = 3, tokens_ready = 4 };
 inline constexpr int max_passes = 8;
-inline constexpr int predecessor_is_over = tokens_ready + max_passes;  ///< a barrier too,
-inline constexpr int block_read = predecessor_is_over + 1;             ///< and this
 
 /// Of the pool (fused_tail_pool.cuh): units of columns that a warp sums at a time; rows of the largest tile, for which there
 /// is room whatever the tile; a sum of squares that has not come (a NaN that no arithmetic gives).
@@ -162,12 +144,6 @@ struct Params {
 
     SharedLayout at;
     bool rms_norm, exchange_shared, release, digest;
-    bool sent;                     ///< the predecessor has sent the partials (fused_tail_slot.cuh)
-    bool publisher;                ///< another kernel has sent the partials (fused_tail_publish.cuh)
-    int tail_grid;                 ///< CTAs of the tail's kernel
-    bool receiver;                 ///< another kernel takes the peers' columns (fused_tail_receive.cuh)
-    int held;                      ///< blocks that wait for the latents in registers, at most
-    int shared_late;               ///< clocks after the latents that the shared slices leave
     char* own_region;              ///< in this rank's window
     char* peer_region;             ///< in the peer's, if there is just one
     char* pool;                    ///< its slots
@@ -244,13 +220,7 @@ struct Cta {
         return cluster + turn * p.clusters;
     }
 
-    LATENT_MOE_DEVICE std::uint32_t ring(int place) const { return memory + at_ring + place * Tile::place_bytes; }
-    /// Where a block of e4m3 lands that is widened early: in a half of a place that nothing else needs yet. The first blocks
-    /// stay in registers and have no place.
-    LATENT_MOE_DEVICE std::uint32_t landing(int block) const {
-        const int held = max(0, blocks - p.ring);
-        return block < held ? ring(p.ring - held + block) : ring(block - held) + Tile::weight_bytes;
-    }
+    LATENT_MOE_DEVICE std::uint32_t ring(int place) const { return memory + at_ring + place * Tile::weight_bytes; }
     LATENT_MOE_DEVICE std::uint32_t bar(int which, int index = 0) const { return memory + which + 8 * index; }
 
     /// What a CTA finishes of a tile: fragments, and units of 8 columns, two a fragment. Powers of two.

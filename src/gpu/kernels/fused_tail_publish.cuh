@@ -3,26 +3,10 @@
 
 #include "gpu/kernels/fused_tail_mailboxes.cuh"
 #include "gpu/kernels/fused_tail_pool.cuh"
-#include "gpu/kernels/fused_tail_weights.cuh"
 
 namespace latent_moe::gpu::fused {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-
-/// Returns when the predecessor has ended. By every thread but the weight warp's; `protocol`: of the protocol warp, which
-/// looks for all of them where another kernel tells it.
-template <class Cta>
-LATENT_MOE_DEVICE void predecessor_wait(const Cta& cta, bool protocol = false) {
-    const Params& p = cta.p;
-    if (!Cta::Tile::pooled || !p.publisher) return dependency_wait();
-    if (protocol && threadIdx.x % wave_size == 0) {
-        std::uint32_t* word = &head(p).entries[blockIdx.x].predecessor_over;
-        wait_locally([&] { return load_acquire<Scope::device>(word) != 0; });
-        store_relaxed<Scope::device>(word, 0u);
-    }
-    if (protocol) __syncwarp();
-    sync_threads_of(predecessor_is_over, Cta::Tile::threads - static_cast<int>(wave_size));
-}
 
 /// Each CTA sends a contiguous range of the latents, or of the shared slices; `at_once` units a thread.
 template <class Cta, int at_once>
@@ -145,36 +129,6 @@ struct ItemPublisher {
         }
     }
 };
-
-/// All of it, by a kernel of its own before the tail's, on multiprocessors of its own: a fence waits for what its
-/// multiprocessor has on the link, and the pool is full of fences.
-///
-/// IN WHAT ORDER. This kernel waits for its predecessor, tells each CTA of the tail's kernel (release; there: acquire), and
-/// sends. The tail's kernel starts beside it, takes the word back before it releases its own dependents, and waits for this
-/// kernel to have ended before it ends; so whoever waits for the tail may rely on both, and the next call's kernel finds
-/// every word taken back before it sets one.
-template <class Cta>
-LATENT_MOE_DEVICE void publish_partials(const Cta& cta, int thread, int threads) {
-    constexpr int wave = static_cast<int>(wave_size);
-    const Params& p = cta.p;
-    if (thread == 0) release_dependents();
-    ItemPublisher<Cta, 4> latents(cta, thread / wave, threads / wave);
-    dependency_wait();
-    latents.load();
-    const State state = load_state(p, &Entry::publisher);
-    const int cta_of_tail = static_cast<int>(blockIdx.x) + thread * static_cast<int>(gridDim.x);
-    if (cta_of_tail < p.tail_grid) {
-        fence<Scope::device>();
-        store_relaxed<Scope::device>(&head(p).entries[cta_of_tail].predecessor_over, 1u);
-    }
-    const Slot<Cta> slot(cta, state.slot);
-    latents.send_all(slot);
-    Publisher<Cta, 4> shared(cta, thread, threads, false);
-    shared.load();
-    shared.send_all(slot);
-    sync_cta();  // all have read the state
-    if (thread < wave) store_state(p, &Entry::publisher, state, thread);
-}
 
 #endif
 

@@ -40,8 +40,6 @@ LATENT_MOE_DEVICE void stream_weights(const Cta& cta, int lane) {
     constexpr int tiles_of_layout = PackedLayout::tile_rows / Tile::rows;
     const Params& p = cta.p;
     const int total = cta.turns() * cta.blocks;
-    // Where blocks are widened as they come, none waits for a place: one barrier each.
-    const int ring = Tile::widens_early ? total : p.ring;
     const auto source = [&](int tile, int block) {
         const std::int64_t first = std::int64_t{tile / tiles_of_layout} * p.blocks + cta.first_block + block;
         return p.weights + first * Tile::packed_bytes + tile % tiles_of_layout * Tile::weight_bytes;
@@ -52,8 +50,7 @@ LATENT_MOE_DEVICE void stream_weights(const Cta& cta, int lane) {
     };
     const auto issue = [&](int place) {
         mbarrier::expect(cta.bar(Barriers::full, place), Tile::weight_bytes);
-        bulk_copy(Tile::widens_early ? cta.landing(place) : cta.ring(place), source(tile, block), Tile::weight_bytes,
-                  cta.bar(Barriers::full, place), evict_first);
+        bulk_copy(cta.ring(place), source(tile, block), Tile::weight_bytes, cta.bar(Barriers::full, place), evict_first);
     };
 
     constexpr int at_once = 2;  // these leave before the other barriers are ready; a ring has at least two places
@@ -68,7 +65,7 @@ LATENT_MOE_DEVICE void stream_weights(const Cta& cta, int lane) {
         }
 #pragma unroll
         for (int i = at_once; i < Tile::max_ring; ++i) {
-            if (i < ring) mbarrier::init(cta.bar(Barriers::full, i), 1);
+            if (i < p.ring) mbarrier::init(cta.bar(Barriers::full, i), 1);
         }
         mbarrier::publish_init();
     }
@@ -76,7 +73,7 @@ LATENT_MOE_DEVICE void stream_weights(const Cta& cta, int lane) {
     cluster::arrive_relaxed();
     if (lane == 0) {
         int landed = 0, landed_place = 0, landed_turn = 0;  // blocks known to have come, in order
-        int place = at_once % ring, turn = at_once / ring;
+        int place = at_once % p.ring, turn = at_once / p.ring;
         // What the ring does not hold yet goes to L2 while it is full, a block at a time: a burst would delay the latents.
         int ahead = 0, last_ahead = 0, tile_ahead = 0, block_ahead = 0;
         long long paced = 0;
@@ -90,7 +87,7 @@ LATENT_MOE_DEVICE void stream_weights(const Cta& cta, int lane) {
         };
 #pragma unroll 1
         for (int i = at_once; i < total; ++i) {
-            if (i == ring) {
+            if (i == p.ring) {
                 // The barriers `empty` were made by another warp; its arrival is older than the first of these copies.
                 asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
                 ahead = i, last_ahead = min(total, i + p.prefetch_blocks);
@@ -115,15 +112,15 @@ LATENT_MOE_DEVICE void stream_weights(const Cta& cta, int lane) {
                 if (i - landed < in_flight) return true;
                 if (!mbarrier::test(cta.bar(Barriers::full, landed_place), landed_turn & 1)) return false;
                 ++landed;
-                if (++landed_place == ring) landed_place = 0, ++landed_turn;
+                if (++landed_place == p.ring) landed_place = 0, ++landed_turn;
                 return i - landed < in_flight;
             });
             issue(place), advance();
-            if (++place == ring) place = 0, ++turn;
+            if (++place == p.ring) place = 0, ++turn;
         }
     }
     // Whoever has not yet waited for the cluster, does: every thread waits once for each of its arrivals.
-    if (lane != 0 || total <= ring) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+    if (lane != 0 || total <= p.ring) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
 #endif

@@ -39,7 +39,7 @@ struct Params : Projection {
 // ---------------------------------------------------------------------------------------------------------------- Hopper
 
 constexpr int max_ring = 24;
-constexpr int barrier_bytes = (4 * max_ring + 1) * 8;
+constexpr int barrier_bytes = (3 * max_ring + 1) * 8;
 /// Of shared memory: leaves room for a neighbouring kernel's reserved kilobyte, so that both can be resident.
 constexpr int hopper_shared_bytes = 231'424;
 
@@ -57,9 +57,6 @@ struct Tile {
     static constexpr int token_bytes = tokens * PackedLayout::row_bytes;  ///< of one block
     static constexpr int parts_bytes = teams * rows * tokens * 4;         ///< what a CTA receives, whatever the split
 
-    /// Of the first blocks so many wait for the tokens in registers, and their places are free for the last blocks.
-    static constexpr int held_blocks = teams == 1 && rows == 128 ? 3 : 0;
-
     static int ring() {
         return std::min(max_ring, (hopper_shared_bytes - 1024 - parts_bytes - barrier_bytes) / (weight_bytes + token_bytes));
     }
@@ -76,9 +73,8 @@ struct Hopper {
     const Params& p;
     // Shared memory: | ring of W blocks | ring of A blocks | parts | barriers |, the rings aligned to 1 KB
     std::uint32_t weights, tokens, parts;
-    /// Barriers, one a place of the ring but for the last.
-    std::uint32_t weights_full, tokens_full, weights_empty, tokens_empty, received;
-    int part, split, first, blocks;  ///< this CTA's share of K
+    std::uint32_t weights_full, tokens_full, empty, received;  ///< barriers: the first three one a place of the ring
+    int part, split, first, blocks;                            ///< this CTA's share of K
     std::int64_t weight_tile;
 
     LATENT_MOE_DEVICE Hopper(const Params& params, std::uint32_t shared) : p(params) {
@@ -87,9 +83,8 @@ struct Hopper {
         parts = tokens + p.ring * Tile::token_bytes;
         weights_full = parts + Tile::parts_bytes;
         tokens_full = weights_full + 8 * max_ring;
-        weights_empty = tokens_full + 8 * max_ring;
-        tokens_empty = weights_empty + 8 * max_ring;
-        received = tokens_empty + 8 * max_ring;
+        empty = tokens_full + 8 * max_ring;
+        received = empty + 8 * max_ring;
         asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(split));
         part = static_cast<int>(cluster::rank());
         weight_tile = blockIdx.x / split;
@@ -148,7 +143,7 @@ struct Hopper {
                     bulk_prefetch(from + std::int64_t{i} * PackedLayout::block_bytes, Tile::weight_bytes);
                 }
             }
-            if (turn > 0) mbarrier::wait(weights_empty + 8 * place, (turn - 1) & 1);
+            if (turn > 0) mbarrier::wait(empty + 8 * place, (turn - 1) & 1);
             if (const int oldest = block - p.in_flight; oldest >= 0) {
                 mbarrier::wait(weights_full + 8 * (oldest % p.ring), oldest / p.ring & 1);
             }
@@ -167,84 +162,21 @@ struct Hopper {
         if (lane != 0) return;
         dependency_wait();
         round_the_ring(0, [&](int block, int place, int turn) {
-            if (turn > 0) mbarrier::wait(tokens_empty + 8 * place, (turn - 1) & 1);
+            if (turn > 0) mbarrier::wait(empty + 8 * place, (turn - 1) & 1);
             mbarrier::expect(tokens_full + 8 * place, Tile::token_bytes);
             tensor_copy(tokens + place * Tile::token_bytes, &p.a_map, (first + block) * PackedLayout::block_columns, 0,
                         tokens_full + 8 * place);
         });
     }
 
-    /// The first blocks, while the tokens are not there yet: into registers, as mma.sync wants them.
-    struct Held {
-        std::uint32_t at[Tile::held_blocks > 0 ? Tile::held_blocks : 1][4][4];  ///< [block][step of 16 columns]
-    };
-    LATENT_MOE_DEVICE int held_count() const {
-        return min(int{Tile::held_blocks}, max(0, blocks - p.ring));
-    }
-    LATENT_MOE_DEVICE void hold(Held& held, int warp, int lane) const {
-        const int row = warp * 16 + lane % 16;
-#pragma unroll
-        for (int block = 0; block < Tile::held_blocks; ++block) {
-            if (block >= held_count()) break;
-            mbarrier::wait(weights_full + 8 * block, 0);
-            const std::uint32_t from = weights + block * Tile::weight_bytes + row * PackedLayout::row_bytes;
-#pragma unroll
-            for (int step = 0; step < 4; ++step) {
-                load_matrices(held.at[block][step], from + ((2 * step + lane / 16) ^ row % 8) * 16);
-            }
-            __syncwarp();
-            if (lane == 0) mbarrier::arrive(weights_empty + 8 * block);
-        }
-    }
-    /// Neighbouring products go to different sums, since each waits for the one before it in its own.
-    LATENT_MOE_DEVICE void multiply_held(const Held& held, float (&sum)[Tile::tokens / 2], int lane) const {
-        constexpr int in_turn = Tile::tokens <= 16 ? 2 : 1, eights = Tile::tokens / 8;
-        float acc[in_turn][eights][4] = {};
-        const std::uint32_t from = tokens + lane % 8 * PackedLayout::row_bytes;
-#pragma unroll
-        for (int block = 0; block < Tile::held_blocks; ++block) {
-            if (block >= held_count()) break;
-            mbarrier::wait(tokens_full + 8 * block, 0);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                std::uint32_t b[eights][4];
-#pragma unroll
-                for (int j = 0; j < eights; ++j) {
-                    load_matrices(b[j], from + block * Tile::token_bytes + j * 8 * PackedLayout::row_bytes +
-                                            ((4 * half + lane / 8) ^ lane % 8) * 16);
-                }
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const std::uint32_t(&a)[4] = held.at[block][2 * half + i];
-#pragma unroll
-                    for (int j = 0; j < eights; ++j)
-                        mma_16x8x16<dtype>(acc[i % in_turn][j], a[0], a[1], a[2], a[3], b[j][2 * i], b[j][2 * i + 1]);
-                }
-            }
-            __syncwarp();
-            if (lane == 0) mbarrier::arrive(tokens_empty + 8 * block);
-        }
-#pragma unroll
-        for (int i = 0; i < Tile::tokens / 2; ++i) {
-            sum[i] = acc[0][i / 4][i % 4];
-            if constexpr (in_turn == 2) sum[i] += acc[1][i / 4][i % 4];
-        }
-    }
-
     /// The partial product of this warp's 16 rows, over its team's blocks.
-    LATENT_MOE_DEVICE void multiply(const Held& held, float (&sum)[Tile::tokens / 2], int warp, int lane) const {
-        if constexpr (Tile::held_blocks > 0) {
-            multiply_held(held, sum, lane);
-        } else {
-#pragma unroll
-            for (float& each : sum) each = 0;
-        }
+    LATENT_MOE_DEVICE void multiply(float (&sum)[Tile::tokens / 2], int warp, int lane) const {
         float acc[chains][Tile::tokens / 2] = {};
         const int team = warp / team_warps;
         const std::uint64_t w0 = swizzled_operand(weights + warp % team_warps / 4 * 64 * PackedLayout::row_bytes);
         const std::uint64_t t0 = swizzled_operand(tokens);
         int last_place = -1;
-        round_the_ring(Tile::held_blocks > 0 ? held_count() : 0, [&](int block, int place, int turn) {
+        round_the_ring(0, [&](int block, int place, int turn) {
             if (block % Tile::teams != team) return;
             mbarrier::wait(tokens_full + 8 * place, turn & 1);
             mbarrier::wait(weights_full + 8 * place, turn & 1);
@@ -257,19 +189,15 @@ struct Hopper {
             }
             wgmma_commit();
             wgmma_wait<1>();  // the block before this one has been read
-            if (reuses_places() && last_place >= 0 && lane == 0) {
-                mbarrier::arrive(weights_empty + 8 * last_place);
-                mbarrier::arrive(tokens_empty + 8 * last_place);
-            }
+            if (reuses_places() && last_place >= 0 && lane == 0) mbarrier::arrive(empty + 8 * last_place);
             last_place = place;
         });
         wgmma_wait();
 #pragma unroll
         for (int i = 0; i < Tile::tokens / 2; ++i) {
-            float of_ring = acc[0][i];
+            sum[i] = acc[0][i];
 #pragma unroll
-            for (int chain = 1; chain < chains; ++chain) of_ring += acc[chain][i];
-            sum[i] += of_ring;
+            for (int chain = 1; chain < chains; ++chain) sum[i] += acc[chain][i];
         }
     }
 
@@ -351,25 +279,17 @@ __global__ void __launch_bounds__(Tile::threads, 1) project_hopper(const __grid_
 
     if (thread == 0) {
         mbarrier::init(cta.received, 1);
-        if (cta.reuses_places()) {
-            cta.init_barriers(cta.weights_empty, 0, H::team_warps);
-            cta.init_barriers(cta.tokens_empty, 0, H::team_warps);
-        }
+        if (cta.reuses_places()) cta.init_barriers(cta.empty, 0, H::team_warps);
         mbarrier::publish_init();
         mbarrier::expect(cta.received, Tile::parts_bytes);
     }
     __syncwarp();
     cluster::arrive_relaxed();
-    typename H::Held held;
-    if constexpr (Tile::held_blocks > 0) {
-        cluster::wait();
-        cta.hold(held, warp, thread % 32);
-    }
     dependency_wait();
     if (p.release) release_dependents();
-    if constexpr (Tile::held_blocks == 0) cluster::wait();
+    cluster::wait();
     float sum[Tile::tokens / 2];
-    cta.multiply(held, sum, warp, thread % 32);
+    cta.multiply(sum, warp, thread % 32);
     cta.send(sum, warp, thread % 32);
     cta.finish_rows(reinterpret_cast<const float*>(shared + (cta.parts - shared_address(shared))), warp, thread % 32);
 #else

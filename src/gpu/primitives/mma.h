@@ -29,24 +29,6 @@ LATENT_MOE_DEVICE void mma_16x8x16(float (&d)[4], std::uint32_t a0, std::uint32_
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-/// Four matrices of 8 rows × 16 bytes: lane l gives the address of row l % 8 of matrix l / 8, and gets of each matrix 4
-/// bytes of row l / 4.
-LATENT_MOE_DEVICE void load_matrices(std::uint32_t (&v)[4], std::uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-/// The other way: what `load_matrices` gave, to where it lay.
-LATENT_MOE_DEVICE void store_matrices(std::uint32_t address, const std::uint32_t (&v)[4]) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]),
-                 "r"(v[2]), "r"(v[3])
-                 : "memory");
-#endif
-}
-
 /// A square of 8 × 8 float32 that a warp holds by rows (lane l: row l / 4, columns 2 (l % 4) and the next) is turned:
 /// afterwards lane l holds column l / 4, rows 2 (l % 4) and the next. All lanes.
 LATENT_MOE_DEVICE void transpose_8x8(float (&v)[2]) {

@@ -36,10 +36,3 @@ mutant(the_sentinel_sent_as_data kernels/all_reduce.cuh
     [[return U::canonical(load16(p.x.at(i / p.row_units, i % p.row_units)));]]
     [[return load16(p.x.at(i / p.row_units, i % p.row_units));]]
     all_reduce_in_one_stage "LIVELOCK")
-mutant(a_receiver_that_does_not_wait_for_the_tail kernels/fused_tail_receive.cuh
-    [[    dependency_wait();
-]] [[]]
-    fused_tail_with_receiver "(overwritten|wrong|fault|LIVELOCK|.*in no order)")
-mutant(a_receiver_that_takes_columns_of_the_slot_before kernels/fused_tail_receive.cuh
-    [[const Slot<Cta> slot(cta, state.slot);]] [[const Slot<Cta> slot(cta, (state.slot + 2) % 3);]]
-    fused_tail_with_receiver "(overwritten|wrong|fault|LIVELOCK)")

@@ -60,25 +60,17 @@ private:
 
 /// Ranks, each a grid of `ctas` CTAs of `waves` waves, one fiber a thread. `Derived` has `calls`, `kernel(call)`,
 /// `begin()` and `first_word(offset)`: what a word behind the control words holds at first; nothing: nobody touches it.
-///
-/// With a second kernel, a wave a rank: it starts when a thread of each CTA of the first has released it, sees what these
-/// had seen, and has `second_kernel(call)`, in calls that `has_second(call)`. Then the next call's kernel waits for the
-/// second one, and for nothing else.
-template <class Derived, int ctas, int waves, bool with_second = false>
-struct Grids : rl::test_suite<Derived, world * ctas * waves * world + (with_second ? world * world : 0)>, model::Neighbours {
-    static constexpr int of_cta = waves * world, of_rank = ctas * of_cta, of_grids = world * of_rank;
-    static constexpr int all = of_grids + (with_second ? world * world : 0);
+template <class Derived, int ctas, int waves>
+struct Grids : rl::test_suite<Derived, world * ctas * waves * world>, model::Neighbours {
+    static constexpr int of_cta = waves * world, of_rank = ctas * of_cta, all = world * of_rank;
     static_assert(all <= model::most_threads && world <= model::most_ranks && ctas <= max_grid && world <= max_ranks);
     static constexpr std::size_t words_of_rank = control_words + slot_words;
     static_assert(world * words_of_rank <= model::most_words);
 
     rl::atomic<std::uint64_t> words[world * words_of_rank];
     Barrier<all> kernel_ends[world], cta_barriers[world * ctas], wave_barriers[world * ctas * waves];
-    Barrier<all> releases[world], second_ends[world], second_waves[world];
     std::uint32_t values[all];
-    int ended[all];          ///< the phase of kernel_ends that a thread has arrived at and not waited for; -1: none
-    int seconds[all];        ///< second kernels so far, as a thread has seen
-    bool after_second[all];  ///< the kernel before was a second one
+    int ended[all];  ///< the phase of kernel_ends that a thread has arrived at and not waited for; -1: none
     FaultRecord record;
 
     void before() {
@@ -88,15 +80,11 @@ struct Grids : rl::test_suite<Derived, world * ctas * waves * world + (with_seco
         m.bytes_of_rank = bytes_of_rank, m.control_bytes = control_bytes;
         m.control_words = control_words, m.slot_words = slot_words;
         m.header_count = 1;
-        for (int t = 0; t < of_grids; ++t) {
+        for (int t = 0; t < all; ++t) {
             const auto i = static_cast<unsigned>(t % of_rank);
             m.threads[t] = {t / of_rank, i / of_cta, ctas, i % of_cta, of_cta};
+            ended[t] = -1;
         }
-        for (int t = of_grids; t < all; ++t) {
-            const int i = t - of_grids;
-            m.threads[t] = {i / world, 0, 1, static_cast<unsigned>(i % world), world};
-        }
-        std::fill_n(ended, all, -1), std::fill_n(seconds, all, 0), std::fill_n(after_second, all, false);
         for (std::size_t w = 0; w < std::size(words); ++w) {
             const std::size_t in_rank = w % words_of_rank;
             const std::optional<std::uint32_t> first =
@@ -106,33 +94,14 @@ struct Grids : rl::test_suite<Derived, world * ctas * waves * world + (with_seco
         for (auto& b : kernel_ends) b.reset(of_rank);
         for (auto& b : cta_barriers) b.reset(of_cta);
         for (auto& b : wave_barriers) b.reset(world);
-        for (auto& b : releases) b.reset(ctas);
-        for (auto& b : second_ends) b.reset(world);
-        for (auto& b : second_waves) b.reset(world);
         static_cast<Derived*>(this)->begin();
     }
 
     void thread(unsigned index) {
-        if constexpr (with_second) {
-            if (index >= of_grids) return second_thread(index);
-        }
         for (int call = 0; call < Derived::calls; ++call) {
             static_cast<Derived*>(this)->kernel(call);
             dependency_wait();
             ended[index] = static_cast<int>(kernel_ends[model::self().rank].arrive());
-            if constexpr (with_second) after_second[index] = Derived::has_second(call);
-        }
-    }
-    void second_thread(unsigned index) {
-        const int rank = model::self().rank;
-        for (int call = 0; call < Derived::calls; ++call) {
-            if (!Derived::has_second(call)) continue;
-            releases[rank].wait(static_cast<unsigned>(seconds[index]));
-            ended[index] = call;  // what it may wait for: the call's own first kernel
-            static_cast<Derived*>(this)->second_kernel(call);
-            ended[index] = -1;
-            second_ends[rank].arrive();
-            ++seconds[index];
         }
     }
 
@@ -144,15 +113,8 @@ struct Grids : rl::test_suite<Derived, world * ctas * waves * world + (with_seco
         return x;
     }
 
-    void sync_cta() override {
-        if (rl::thread_index() >= of_grids) return sync_wave();
-        cta_barriers[rl::thread_index() / of_cta].sync();
-    }
-    void sync_wave() override {
-        const unsigned me = rl::thread_index();
-        if (me >= of_grids) return second_waves[(me - of_grids) / world].sync();
-        wave_barriers[me / world].sync();
-    }
+    void sync_cta() override { cta_barriers[rl::thread_index() / of_cta].sync(); }
+    void sync_wave() override { wave_barriers[rl::thread_index() / world].sync(); }
     std::uint32_t sum_over_wave(std::uint32_t value) override {
         const unsigned me = rl::thread_index(), first = me / world * world;
         values[me] = value;
@@ -163,19 +125,10 @@ struct Grids : rl::test_suite<Derived, world * ctas * waves * world + (with_seco
         return sum;
     }
     void dependency_wait() override {
-        const unsigned me = rl::thread_index();
-        const int rank = model::self().rank;
-        int& phase = ended[me];
+        int& phase = ended[rl::thread_index()];
         if (phase < 0) return;
-        if (after_second[me]) {
-            second_ends[rank].wait(static_cast<unsigned>(seconds[me]++));
-        } else {
-            kernel_ends[rank].wait(static_cast<unsigned>(phase));
-        }
+        kernel_ends[model::self().rank].wait(static_cast<unsigned>(phase));
         phase = -1;
-    }
-    void release_dependents() override {
-        if (with_second && rl::thread_index() < of_grids) releases[model::self().rank].arrive();
     }
 };
 
@@ -240,13 +193,9 @@ struct AllReduceModel : Grids<AllReduceModel<stages>, 2, 1> {
 };
 
 /// The fused tail: two CTAs a rank, a wave for each role; rows of one unit of latents and one of columns from each rank.
-/// With a receiver, a second kernel takes the columns.
-template <bool receiver>
-struct FusedTailModel : Grids<FusedTailModel<receiver>, 2, 3, receiver> {
-    using Ranks = Grids<FusedTailModel, 2, 3, receiver>;
-    using Ranks::exchange, Ranks::of_cta;
+struct FusedTailModel : Grids<FusedTailModel, 2, 3> {
     static constexpr int calls = std::size(rows_of_call), ctas = 2;
-    struct NamedBarrier : Barrier<Ranks::all> {};
+    struct NamedBarrier : Barrier<all> {};
     struct Shared {
         float latents[most_rows][U::size], columns[most_rows][U::size];
         NamedBarrier squares_ready, shared_ready;
@@ -272,24 +221,12 @@ struct FusedTailModel : Grids<FusedTailModel<receiver>, 2, 3, receiver> {
             }
         }
     }
-    using Cta = small_fused::Cta<world>;
-    fused::Params params(int call) {
-        const int rank = model::self().rank;
-        const auto rows_at = [](auto& rows) { return UnitRows{reinterpret_cast<char*>(rows), sizeof rows[0]}; };
-        fused::Params p = small_fused::params(fused_shape, exchange(), rows_of_call[call], rows_at(routed[rank][call]),
-                                              rows_at(partials[rank][call]), rows_at(out[rank][call]));
-        p.receiver = p.release = has_second(call);
-        return p;
-    }
-    static bool has_second(int call) { return receiver && rows_of_call[call] > 0; }
-    void second_kernel(int call) {
-        fused::Params p = params(call);
-        p.release = false;
-        fused::receive_columns(Cta(p, 0), static_cast<int>(model::self().thread), world);
-    }
     void kernel(int call) {
+        using Cta = small_fused::Cta<world>;
         const int rank = model::self().rank, thread = static_cast<int>(model::self().thread);
-        const fused::Params p = params(call);
+        const auto rows_at = [](auto& rows) { return UnitRows{reinterpret_cast<char*>(rows), sizeof rows[0]}; };
+        const fused::Params p = small_fused::params(fused_shape, exchange(), rows_of_call[call], rows_at(routed[rank][call]),
+                                                    rows_at(partials[rank][call]), rows_at(out[rank][call]));
         const Cta cta(p, 0);
         Shared& mine = shared[rank][model::self().cta];
         if (p.tokens == 0) return fused::take_part(cta, thread, of_cta);
@@ -349,7 +286,6 @@ int main(int argc, char** argv) {
     const auto times = [&](double executions) { return static_cast<std::uint64_t>(executions * factor) + 1; };
     bool ok = check<AllReduceModel<1>>("all_reduce_in_one_stage", times(4000 / world), only);
     ok &= check<AllReduceModel<2>>("all_reduce_in_two_stages", times(4000 / world), only);
-    ok &= check<FusedTailModel<false>>("fused_tail", times(4000 / world), only);
-    ok &= check<FusedTailModel<true>>("fused_tail_with_receiver", times(4000 / world), only);
+    ok &= check<FusedTailModel>("fused_tail", times(4000 / world), only);
     return ok ? 0 : 1;
 }

@@ -15,7 +15,6 @@
 #include <cstdint>
 
 #include "gpu/kernels/fused_tail_mailboxes.cuh"
-#include "gpu/kernels/fused_tail_receive.cuh"
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wsign-conversion"  // as device code is written
@@ -137,7 +136,6 @@ void gather(const Cta& cta, Shared& shared, int thread, int threads) {
     PeerWait wait(p);
     dependency_wait();
     const State state = fused::load_state(p);
-    if (p.release && thread == 0) release_dependents();
     const Slot<Cta> slot(cta, state.slot);
     std::uint32_t digest = 0;
     for (int i = thread; i < p.tokens * p.latent_units; i += threads) {
@@ -160,7 +158,7 @@ void gather(const Cta& cta, Shared& shared, int thread, int threads) {
     });
     shared.shared_ready.arrive();
     fused::rearm(cta, state, threads - 1 - thread, threads);
-    if (!p.receiver) fused::gather_columns(cta, slot, wait, thread, threads);
+    fused::gather_columns(cta, slot, wait, thread, threads);
     wait.report(fused::Barriers::epoch);
 }
 

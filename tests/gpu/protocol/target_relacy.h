@@ -47,7 +47,7 @@ namespace latent_moe::gpu {
 
 namespace model {
 
-inline constexpr int most_threads = 63;
+inline constexpr int most_threads = 54;
 inline constexpr int most_words = 20480;
 inline constexpr int most_ranks = 3;
 inline constexpr int most_headers = 256;
@@ -81,7 +81,6 @@ public:
     virtual void sync_wave() = 0;
     virtual std::uint32_t sum_over_wave(std::uint32_t value) = 0;
     virtual void dependency_wait() = 0;
-    virtual void release_dependents() {}
 };
 
 struct Machine {
@@ -230,9 +229,7 @@ inline std::uint32_t sum_over_wave(std::uint32_t value) {
 inline void dependency_wait() {
     model::machine.neighbours->dependency_wait();
 }
-inline void release_dependents() {
-    model::machine.neighbours->release_dependents();
-}
+inline void release_dependents() {}
 inline void let_others_run() {
     rl::yield(1, $);
 }
