@@ -17,7 +17,8 @@ struct Options {
         128;                          ///< most tokens of a call of the fused tail (its mailboxes are sized by it); 0: none
     std::int64_t max_tokens = 8192;   ///< most tokens of any call; at most `max_tokens_limit`
     int timeout_ms = 30'000;          ///< a peer that has not arrived by then is reported as the error `timeout`. During
-                                      ///< creation the bootstrap's own timeout counts
+                                      ///< creation, and for CPU calls over an all-gather of the caller's, that one's own
+                                      ///< timeout counts
     bool keep_whole_weights = false;  ///< keep the whole W_up on every rank: what every tail but `column_parallel` and
                                       ///< `fused` needs when there are several ranks, at `world` times the bytes
     std::optional<Tail> tail = {};    ///< run only this tail; creation fails if it can run for no number of tokens

@@ -196,7 +196,7 @@ class LatentTail(torch.nn.Module):
     def forward(
         self, routed: torch.Tensor, shared: torch.Tensor | None = None, prefix: torch.Tensor | None = None
     ) -> torch.Tensor:
-        # Here, where it costs nothing: an autograd formula that only refuses would double the host time of every call.
+        # Here, and not as an autograd formula that every call of the operator would be asked for.
         if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (routed, shared, prefix)):
             raise LatentMoeError(
                 "an input of the tail requires a gradient, and it has none to give: call it under torch.no_grad()",

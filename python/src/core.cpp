@@ -252,7 +252,7 @@ Bootstrap callable_ranks(int rank, int world, nb::callable all_gather, int local
                 to += bytes;
             }
         } catch (const nb::python_error& error) {
-            // What passes through here is told to the other ranks first; then Python raises it where it would have.
+            // An interrupt does not pass through the library as one: Python raises it again when the call is over.
             if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
             throw Error(StatusCode::unavailable, std::string("the all-gather callable failed: ") +
                                                      nb::str(error.type().attr("__name__")).c_str() + ": " +

@@ -57,10 +57,6 @@ public:
         } catch (const std::bad_alloc&) {
             abort(fmt::format("out of memory on rank {}", rank_));
             throw;
-        } catch (const std::exception& error) {
-            gave_up(error.what());
-        } catch (...) {
-            gave_up("an exception that is not a std::exception");
         }
     }
 
@@ -71,12 +67,23 @@ public:
     }
 
 private:
-    /// What an all-gather that is the caller's threw.
-    [[noreturn]] void gave_up(const char* what) {
-        const Error error(StatusCode::unavailable,
-                          fmt::format("the bootstrap's all_gather_bytes failed on rank {}: {}", rank_, what));
-        abort(error.what());
-        throw error;
+    /// The all-gather is the caller's, and may throw anything.
+    void gather(const void* send, void* received, std::size_t bytes) const {
+        const auto failed = [this](const char* what) {
+            return Error(StatusCode::unavailable,
+                         fmt::format("the bootstrap's all_gather_bytes failed on rank {}: {}", rank_, what));
+        };
+        try {
+            all_gather_(send, received, bytes);
+        } catch (const Error&) {
+            throw;
+        } catch (const std::bad_alloc&) {
+            throw;
+        } catch (const std::exception& error) {
+            throw failed(error.what());
+        } catch (...) {
+            throw failed("an exception that is not a std::exception");
+        }
     }
 
     // Message of a rank: its rows for every rank, in rank order, padded to the longest message of all ranks.
@@ -86,7 +93,7 @@ private:
         for (std::size_t peer = 0; peer < ranks; ++peer)
             mine.outgoing[peer] = {outgoing[peer].rows, outgoing[peer].row_bytes};
         std::vector<Announcement> announced(ranks);
-        all_gather_(&mine, announced.data(), sizeof mine);
+        gather(&mine, announced.data(), sizeof mine);
         std::int64_t longest = 0;
         for (std::size_t peer = 0; peer < ranks; ++peer) {
             require_same(announced[0].header, 0, announced[peer].header, static_cast<int>(peer));
@@ -98,7 +105,7 @@ private:
         received_.resize(message_bytes * ranks);
         std::byte* out = send_.data();
         for (const Region& region : outgoing) out = pack(region, out);
-        all_gather_(send_.data(), received_.data(), message_bytes);
+        gather(send_.data(), received_.data(), message_bytes);
 
         std::array<Region, max_world> incoming;
         for (std::size_t peer = 0; peer < ranks; ++peer) {

@@ -20,9 +20,6 @@ namespace {
 /// Rows of one kernel: a call takes the smallest that holds it, or several kernels of the largest.
 constexpr std::array<int, 5> plan_rows = {8, 16, 32, 64, 128};
 
-/// Weights that are in no cache, as a step of many layers finds them.
-constexpr std::size_t cold_bytes = std::size_t{160} << 20;
-
 /// What ranks must agree in before one of them runs a plan.
 struct Agreed {
     int possible;

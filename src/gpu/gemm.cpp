@@ -18,8 +18,6 @@ namespace {
 constexpr std::size_t gemm_workspace_bytes = std::size_t{32} << 20;
 constexpr int suggestions_to_measure = 8;
 constexpr int timed_runs = 7;
-/// Measured with weights that are in no cache, as a step of many layers finds them.
-constexpr std::size_t cold_bytes = std::size_t{160} << 20;
 
 int bucket_of(std::int64_t m) noexcept {
     return m <= 64 ? 0 : static_cast<int>(std::bit_width(static_cast<std::uint64_t>(m - 1))) - 6;

@@ -1,6 +1,7 @@
 // Rows from one dtype to another, and numbers to measure with.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "gpu/runtime/device_api.h"
@@ -17,6 +18,9 @@ cudaError_t widen_rows(ConstRows x, Dtype from, void* y, Dtype to, std::int64_t 
 /// `codes` are contiguous. `given`: what the rows are to be multiplied with besides; it may be `scales`, or null.
 cudaError_t round_rows_to_float8(ConstRows x, Dtype from, const float* given, std::uint8_t* codes, float* scales,
                                  std::int64_t rows, std::int64_t width, cudaStream_t stream);
+
+/// Weights to measure with are so many bytes together, so that none is in a cache, as a step of many layers finds them.
+inline constexpr std::size_t cold_bytes = std::size_t{160} << 20;
 
 /// Random elements of about unit size: products of zeros run faster than those of data.
 cudaError_t fill_noise(void* y, Dtype dtype, std::int64_t count, cudaStream_t stream);
