@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cli/command.h"
+#include "context/backends.h"
 #include "latent_moe/version.h"
 
 namespace latent_moe::cli {
@@ -149,6 +150,9 @@ int main(int count, char** texts) {
     }
     // The program says itself what went wrong, in one line; the library may add to it where it is asked to.
     ::setenv("LATENT_MOE_LOG", "off", 0);
+    for (const latent_moe::BackendEntry& backend : latent_moe::backends()) {
+        if (backend.prepare_own_process != nullptr) backend.prepare_own_process();
+    }
     // A closed pipe or a full file is an error of the write that meets it, not the end of the program.
     std::signal(SIGPIPE, SIG_IGN);
     std::signal(SIGXFSZ, SIG_IGN);

@@ -141,7 +141,13 @@ public:
           device_(&device) {
         for (int layer = 0; layer < set.layers; ++layer) layers_.push_back(static_cast<std::int64_t>(first_layer) + layer);
         for (int context = 0; context < set.contexts; ++context) {
-            contexts_.push_back(Context::create(set.shape, bootstrap, options));
+            try {
+                contexts_.push_back(Context::create(set.shape, bootstrap, options));
+            } catch (const Error& error) {
+                // A GPU that ranks share may have no room for another context beside theirs; all ranks are told so.
+                if (error.code() != StatusCode::unavailable || contexts_.empty()) throw;
+                break;
+            }
             const TokenRange rows =
                 set.whole_views ? TokenRange{0, set.shape.hidden} : even_part(set.shape.hidden, set.world, bootstrap.rank);
             for (const std::int64_t layer : layers_) {
@@ -157,11 +163,12 @@ public:
     }
 
     const std::string& backend() const { return contexts_.front().backend(); }
+    std::size_t contexts() const noexcept { return contexts_.size(); }
 
     /// `result` is rank 0's to write.
     void make_call(std::uint64_t number, Result& result) {
         const SoakCall call = draw_call(seed_, number, set_);
-        Context& context = contexts_[static_cast<std::size_t>(call.context)];
+        Context& context = contexts_[static_cast<std::size_t>(call.context) % contexts_.size()];
         const bool tells = bootstrap_.rank == 0;
         if (call.suspend_before) {
             context.suspend();
@@ -466,6 +473,7 @@ int execute(const Arguments& arguments, Ranks& ranks) {
                 const std::unique_ptr<Device> device = make_device(options, bootstrap);
                 const Holdings holdings = holdings_of(bootstrap, *device);  // the set before is gone
                 SoakRank rank(arguments, set, bootstrap, number * 8, options, *device);
+                if (bootstrap.rank == 0) result.contexts += rank.contexts();
                 for (std::uint64_t each = call; each < last; ++each) {
                     if (bootstrap.rank == 0) current = each;
                     rank.make_call(each, result);
@@ -487,7 +495,6 @@ int execute(const Arguments& arguments, Ranks& ranks) {
             result.failures.push_back({current, error.what()});
             more = false;
         }
-        result.contexts += static_cast<std::uint64_t>(set.contexts);
         if (set.ends_in_abort && !arguments.processes) ++result.aborted;
         ++result.sets_by_world[set.world];
         progress.say("{} calls, {} contexts, {} wrong", result.calls, result.contexts, result.failures.size());

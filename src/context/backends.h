@@ -32,6 +32,9 @@ struct BackendEntry {
     std::string (*why_no_trace)() = nullptr;
     /// Begins to trace this process's kernels. Throws `unavailable` naming what is missing.
     std::unique_ptr<KernelTrace> (*trace_kernels)() = nullptr;
+    /// For a process that is all our own, before anything else of the backend: sets the environment that ranks who share a
+    /// device need, where it is not set. A library leaves its caller's environment alone.
+    void (*prepare_own_process)() = nullptr;
 };
 
 /// In order of preference: "auto" takes the first that is available.

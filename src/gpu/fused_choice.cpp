@@ -13,7 +13,7 @@
 namespace latent_moe::gpu {
 namespace {
 
-constexpr int most_cuts = 8;
+constexpr int most_cuts = 9;
 constexpr int other_cuts = 3;  ///< with an order of sums of their own
 constexpr int calls = 16;      ///< of a burst, behind one that lines the ranks up
 constexpr int bursts = 5;      ///< of each cut, in turns; the median counts
@@ -60,7 +60,7 @@ std::vector<FusedTailPlan> cuts_to_try(const FusedTailShape& shape, std::int64_t
             add(cut);
         }
     }
-    for (const int early : {2, 5}) {
+    for (const int early : {1, 2, 5}) {
         FusedTailPlan plan = estimated;
         plan.in_flight_early = early;
         add(plan);

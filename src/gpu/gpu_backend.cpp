@@ -534,7 +534,7 @@ private:
 
     /// Collective, with the grid registered: once a context, since a cut decides bits.
     void choose_fused_cut() {
-        if (!measures_fused_cut_ || !fused_->missing().empty() || topology_.shares_devices()) return;
+        if (!measures_fused_cut_ || !fused_->missing().empty()) return;
         if (!fused_cuts_.empty()) return fused_->take(fused_cuts_);
         together(bootstrap_, "choice of the fused tail's cut", [&] {
             for (const DeviceMemory* memory : {&latent_, &shared_}) {
@@ -673,7 +673,8 @@ BackendEntry gpu_backend_entry() {
             .make_device = &gpu::make_gpu_device,
             .make_external_tails = &gpu::make_external_tails,
             .why_no_trace = &gpu::why_no_trace,
-            .trace_kernels = &gpu::trace_kernels};
+            .trace_kernels = &gpu::trace_kernels,
+            .prepare_own_process = &gpu::vendor::prepare_own_process};
 }
 
 }  // namespace latent_moe

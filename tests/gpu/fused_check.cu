@@ -5,11 +5,10 @@
 //          -DLATENT_MOE_FUSED_STAMPS src/gpu/kernels/fused_tail.cu tests/gpu/fused_check.cu -o fused_check      (one line)
 //     CUDA_DEVICE_MAX_CONNECTIONS=32 ./fused_check [option | mode]…     (options go before the modes that they are for)
 //
-// Modes: shapes variants extremes faults loopback; stress stress128 stress8 stress3 million hundred-thousand; groups kimi
-// damage fifty-million; bench quick quick-no-norm stages.
-// Options: weights=bf16|e4m3 alone (times of one rank that talks to itself) replays=N layers=N early=N late=N ring=N
-// prefetch=N digest=0|1 shape=H,L,R tokens=M,M,… plan=rows,split,clusters; of groups, kimi and damage: calls=N groups=N
-// ctas=N.
+// Modes: shapes variants pairs extremes faults loopback; stress stress128 stress8 stress3 million hundred-thousand; groups
+// kimi damage fifty-million; bench quick quick-no-norm stages. Options: weights=bf16|e4m3 alone (times of one rank that
+// talks to itself) replays=N layers=N early=N late=N ring=N prefetch=N digest=0|1 shape=H,L,R tokens=M,M,…
+// plan=rows,split,clusters; of groups, kimi and damage: calls=N groups=N ctas=N.
 //
 // How: each row of the output depends on its own row of inputs alone, and its bits on the plan. So a pool of input rows is
 // run once through every plan and compared with float64 (`golden`); from then on calls of any mix of rows are compared with
@@ -1111,6 +1110,18 @@ std::vector<Group::Cut> side_by_side(int groups, int ctas) {
     return cuts;
 }
 
+/// The kernels that are compiled for two ranks and a part of K, which two ranks that share a GPU have no room for at a
+/// model's width: with as many columns as they have room for, and a model's K.
+void check_pairs() {
+    const Knobs before = knobs;
+    for (const auto& [rows, split, clusters] : {std::array{128, 4, 8}, std::array{128, 2, 8}, std::array{64, 2, 16}}) {
+        knobs.rows = rows, knobs.split = split, knobs.clusters = clusters;
+        check_shape(2048, 3584, 2, true, 128);
+        check_variants(2048, 3584, 2, true);
+    }
+    knobs = before;
+}
+
 /// A rank that talks to itself, for tools that serialise kernels: both halves of the output are then the same.
 void check_loopback() {
     for (const auto& [hidden, latent] : {std::pair{2048L, 1024L}, std::pair{1072L, 328L}}) {
@@ -1352,6 +1363,7 @@ int main(int argc, char** argv) {
         }
         if (a == "variants")
             check_variants(7168, 3584, 2, true), check_variants(3072, 1000, 3, true), check_variants(1024, 512, 1, false);
+        if (a == "pairs") check_pairs();
         if (a == "extremes") check_extremes(true), check_extremes(false);
         if (a == "faults") check_faults();
         if (a == "loopback") check_loopback();

@@ -5,7 +5,9 @@
 //          src/gpu/kernels/{tile_projection,token_parallel_tail,pack_weights,elementwise,all_reduce,all_reduce_rms_norm}.cu
 //          tests/gpu/prefill_check.cu -o prefill_check -ldl (one line)
 //     ./prefill_check [product] [check] [sizes] [long] [huge] [replay] [late] [faults] [time-product] [time] [time-ranks]
-//     [ranks=R,R,…]
+//     [alone] [ranks=R,R,…] [ways=CARRIERS:POSTING:SETTLE,…]      (0, -1, 0: as the plan says)
+//
+// `alone`, before `time-ranks ranks=2`: one rank that talks to itself, so all but the link.
 //
 // Exit status 0: everything that was asked for passed. cuBLASLt is compared with if libcublasLt.so.13 is in the library
 // path.
@@ -44,6 +46,19 @@ namespace {
     } while (0)
 
 int failures = 0, devices = 1;
+
+/// How carriers send, where it is not as the plan says; `time-ranks` takes every way in turn.
+struct Sending {
+    int carriers = 0, posting = -1, settle = 0;
+} sending;
+std::vector<Sending> ways{{}};
+
+TokenParallelPlan plan_of(const TokenParallelShape& shape, std::int64_t tokens, int ctas) {
+    TokenParallelPlan plan = plan_token_parallel_tail(shape, tokens, ctas, sending.carriers);
+    if (sending.posting >= 0) plan.posting = sending.posting;
+    if (sending.settle > 0) plan.settle = sending.settle;
+    return plan;
+}
 
 __attribute__((format(printf, 2, 3))) void expect(bool ok, const char* format, ...) {
     if (ok) return;
@@ -415,6 +430,8 @@ struct Case {
     bool norm = true;
 };
 
+bool alone = false;  ///< one rank that talks to itself: times without a link
+
 struct Ranks {
     int world;
     std::int64_t hidden, latent, most;
@@ -428,15 +445,16 @@ struct Ranks {
     std::uint64_t timeout_ns = 8'000'000'000;
     float scale = 0.75F;
     std::int64_t offset = control_bytes;
+    int local;  ///< ranks that exist: one that talks to itself, if `alone`
 
     Ranks(int r, std::int64_t h, std::int64_t l, std::int64_t m, std::int64_t budget = std::int64_t{88} << 20)
-        : world(r), hidden(h), latent(l), most(m), shape(shape_token_parallel_tail(h, l, r, budget)) {
-        ctas = 132 / ((r + devices - 1) / devices) / 2 * 2;
+        : world(r), hidden(h), latent(l), most(m), shape(shape_token_parallel_tail(h, l, r, budget)), local(alone ? 1 : r) {
+        ctas = alone ? 132 : 132 / ((r + devices - 1) / devices) / 2 * 2;
         gamma = Buffer(l), w = Buffer(h * l);
         gamma.randomise(7, 0.3F, 1.F), w.randomise(8, 1.7F / std::sqrt(static_cast<float>(l)));
         p = packed(w, h, l);
         CUDA(cudaDeviceSynchronize());
-        for (int i = 0; i < r; ++i) {
+        for (int i = 0; i < local; ++i) {
             CUDA(cudaSetDevice(device(i)));
             weights.emplace_back(static_cast<std::int64_t>(p.bytes / 2));
             CUDA(cudaMemcpy(weights[i].data, p.data, p.bytes, cudaMemcpyDefault));
@@ -462,7 +480,7 @@ struct Ranks {
     }
     int device(int rank) const { return rank * std::min(devices, world) / world; }
     void reset() {
-        for (int r = 0; r < world; ++r) {
+        for (int r = 0; r < local; ++r) {
             CUDA(cudaSetDevice(device(r)));
             std::memset(static_cast<void*>(board[r]), 0, sizeof(FaultRecord));
             CUDA(cudaMemset(window[r].data, 0, control_bytes));
@@ -475,7 +493,7 @@ struct Ranks {
     Exchange exchange(int rank) const {
         Exchange x{};
         x.window.rank = rank, x.window.world = world;
-        for (int r = 0; r < world; ++r) x.window.base[r] = window[r].data;
+        for (int r = 0; r < world; ++r) x.window.base[r] = window[alone ? 0 : r].data;
         x.slot_bytes = 128, x.timeout_ns = timeout_ns, x.layer = 3, x.tail = 4;
         CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&x.record), board[rank], 0));
         return x;
@@ -495,26 +513,25 @@ struct Ranks {
         if (c.stop) to.data = out[rank].data;
         const auto mine = [&](const Buffer& b) { return ConstRows{b.data + first * hidden}; };
         CUDA(cudaSetDevice(device(rank)));
-        const cudaError_t error =
-            token_parallel_tail({.exchange = exchange(rank),
-                                 .region_offset = offset,
-                                 .shape = shape,
-                                 .plan = plan_token_parallel_tail(shape, c.tokens, max_ctas ? max_ctas : ctas),
-                                 .workspace = workspace[rank].data,
-                                 .own = o,
-                                 .routed = {routed[rank].data},
-                                 .shared = c.shared == 1 ? ConstRows{shared[rank].data} : ConstRows{},
-                                 .addend = c.shared == 2 ? mine(shared[rank]) : ConstRows{},
-                                 .prefix = c.prefix_in_out ? mine(out[rank])
-                                           : c.prefix      ? mine(prefix[rank])
-                                                           : ConstRows{},
-                                 .out = to,
-                                 .packed = weights[rank].data,
-                                 .rms_norm = c.norm,
-                                 .gamma = gammas[rank].data,
-                                 .scale = scale,
-                                 .stop_before_gather = c.stop},
-                                stream[rank]);
+        const cudaError_t error = token_parallel_tail({.exchange = exchange(rank),
+                                                       .region_offset = offset,
+                                                       .shape = shape,
+                                                       .plan = plan_of(shape, c.tokens, max_ctas ? max_ctas : ctas),
+                                                       .workspace = workspace[rank].data,
+                                                       .own = o,
+                                                       .routed = {routed[rank].data},
+                                                       .shared = c.shared == 1 ? ConstRows{shared[rank].data} : ConstRows{},
+                                                       .addend = c.shared == 2 ? mine(shared[rank]) : ConstRows{},
+                                                       .prefix = c.prefix_in_out ? mine(out[rank])
+                                                                 : c.prefix      ? mine(prefix[rank])
+                                                                                 : ConstRows{},
+                                                       .out = to,
+                                                       .packed = weights[rank].data,
+                                                       .rms_norm = c.norm,
+                                                       .gamma = gammas[rank].data,
+                                                       .scale = scale,
+                                                       .stop_before_gather = c.stop},
+                                                      stream[rank]);
         CUDA(cudaSetDevice(0));
         return error;
     }
@@ -530,7 +547,7 @@ struct Ranks {
     }
     std::string faults() const {
         std::string text;
-        for (int r = 0; r < world; ++r) {
+        for (int r = 0; r < local; ++r) {
             if (board[r]->code == 0) continue;
             char line[160];
             std::snprintf(line, sizeof line, "[rank %d: code %u rank %d phase %u call %llu expected %llu found %llu]", r,
@@ -734,7 +751,7 @@ void check_faults(int world) {
     g.run({.tokens = 3000}, "after a fault");
 }
 
-/// One rank: the whole kernel beside cuBLASLt and a norm. What the exchange costs cannot be seen on one GPU.
+/// One rank: the whole kernel beside cuBLASLt and a norm.
 void time_tail() {
     const Cublas lt;
     constexpr int layers = 6;
@@ -773,7 +790,8 @@ void time_tail() {
                 product(q, l);
             });
         }
-        std::printf("%6ld | %8.2f %8.2f | %8.2f | %8.2f\n", static_cast<long>(m), ours(132), ours(118), both, alone);
+        const double few = ours(118), many = ours(132);
+        std::printf("%6ld | %8.2f %8.2f | %8.2f | %8.2f\n", static_cast<long>(m), many, few, both, alone);
     }
     expect(g.faults().empty(), "%s", g.faults().c_str());
 }
@@ -794,54 +812,57 @@ void time_ranks(int world) {
         *open = 0;
     }
     std::vector<cudaEvent_t> begin(static_cast<std::size_t>(world)), end(static_cast<std::size_t>(world));
-    for (int r = 0; r < world; ++r) {
+    for (int r = 0; r < g.local; ++r) {
         CUDA(cudaSetDevice(g.device(r)));
         CUDA(cudaEventCreate(&begin[r]));
         CUDA(cudaEventCreate(&end[r]));
     }
-    for (const std::int64_t m : {256, 512, 1024, 2048, 4096, 8192}) {
-        std::vector<cudaGraphExec_t> graphs(static_cast<std::size_t>(world));
-        for (int r = 0; r < world; ++r) {
-            CUDA(cudaSetDevice(g.device(r)));
-            cudaGraph_t graph;
-            CUDA(cudaStreamBeginCapture(g.stream[r], cudaStreamCaptureModeThreadLocal));
-            for (int i = 0; i < calls; ++i) CUDA(g.call(r, {.tokens = m}));
-            CUDA(cudaSetDevice(g.device(r)));
-            CUDA(cudaStreamEndCapture(g.stream[r], &graph));
-            CUDA(cudaGraphInstantiate(&graphs[r], graph, 0));
-        }
-        std::vector<double> all;
-        for (int i = 0; i < 9; ++i) {
-            ++turn;
-            for (int r = 0; r < world; ++r) {
+    for (const std::int64_t m : {256, 512, 1024, 2048, 4096, 8192})
+        for (const Sending& way : ways) {
+            sending = way;
+            std::vector<cudaGraphExec_t> graphs(static_cast<std::size_t>(world));
+            for (int r = 0; r < g.local; ++r) {
                 CUDA(cudaSetDevice(g.device(r)));
-                if (devices > 1) gate<<<1, 1, 0, g.stream[r]>>>(open, turn);
-                CUDA(cudaEventRecord(begin[r], g.stream[r]));
-                CUDA(cudaGraphLaunch(graphs[r], g.stream[r]));
-                CUDA(cudaEventRecord(end[r], g.stream[r]));
-            }
-            *static_cast<volatile int*>(open) = turn;
-            double slowest = 0;
-            for (int r = 0; r < world; ++r) {
+                cudaGraph_t graph;
+                CUDA(cudaStreamBeginCapture(g.stream[r], cudaStreamCaptureModeThreadLocal));
+                for (int i = 0; i < calls; ++i) CUDA(g.call(r, {.tokens = m}));
                 CUDA(cudaSetDevice(g.device(r)));
-                CUDA(cudaEventSynchronize(end[r]));
-                float ms;
-                CUDA(cudaEventElapsedTime(&ms, begin[r], end[r]));
-                slowest = std::max(slowest, static_cast<double>(ms) * 1000 / calls);
+                CUDA(cudaStreamEndCapture(g.stream[r], &graph));
+                CUDA(cudaGraphInstantiate(&graphs[r], graph, 0));
             }
-            if (i >= 2) all.push_back(slowest);
+            std::vector<double> all;
+            for (int i = 0; i < 9; ++i) {
+                ++turn;
+                for (int r = 0; r < g.local; ++r) {
+                    CUDA(cudaSetDevice(g.device(r)));
+                    if (devices > 1) gate<<<1, 1, 0, g.stream[r]>>>(open, turn);
+                    CUDA(cudaEventRecord(begin[r], g.stream[r]));
+                    CUDA(cudaGraphLaunch(graphs[r], g.stream[r]));
+                    CUDA(cudaEventRecord(end[r], g.stream[r]));
+                }
+                *static_cast<volatile int*>(open) = turn;
+                double slowest = 0;
+                for (int r = 0; r < g.local; ++r) {
+                    CUDA(cudaSetDevice(g.device(r)));
+                    CUDA(cudaEventSynchronize(end[r]));
+                    float ms;
+                    CUDA(cudaEventElapsedTime(&ms, begin[r], end[r]));
+                    slowest = std::max(slowest, static_cast<double>(ms) * 1000 / calls);
+                }
+                if (i >= 2) all.push_back(slowest);
+            }
+            CUDA(cudaSetDevice(0));
+            std::sort(all.begin(), all.end());
+            const TokenParallelPlan plan = plan_of(g.shape, m, g.ctas);
+            std::printf(
+                "%d ranks on %d GPUs, K3, M %5ld: %8.2f us a call (least %.2f; grid %d, carriers %d x %d, told %d later, "
+                "tiles of %d, ahead %d)\n",
+                world, std::min(devices, world), static_cast<long>(m), all[all.size() / 2], all[0], plan.grid, plan.carriers,
+                plan.posting, plan.settle, plan.tile_columns, plan.ahead);
         }
-        CUDA(cudaSetDevice(0));
-        std::sort(all.begin(), all.end());
-        const TokenParallelPlan plan = plan_token_parallel_tail(g.shape, m, g.ctas);
-        std::printf(
-            "%d ranks on %d GPUs, K3, M %5ld: %8.2f us a call (least %.2f; grid %d, carriers %d, tiles of %d, ahead %d)\n",
-            world, std::min(devices, world), static_cast<long>(m), all[all.size() / 2], all[0], plan.grid, plan.carriers,
-            plan.tile_columns, plan.ahead);
-    }
     expect(g.faults().empty(), "%s", g.faults().c_str());
-    g.run({.tokens = 8192}, "after timing");
-    for (int r = 0; r < world; ++r) cudaEventDestroy(begin[r]), cudaEventDestroy(end[r]);
+    if (!alone) g.run({.tokens = 8192}, "after timing");
+    for (int r = 0; r < g.local; ++r) cudaEventDestroy(begin[r]), cudaEventDestroy(end[r]);
 }
 
 }  // namespace
@@ -856,6 +877,7 @@ int main(int argc, char** argv) {
         for (int other = 0; other < devices; ++other) {
             if (other != d) CUDA(cudaDeviceEnablePeerAccess(other, 0));
         }
+        CUDA(prepare_token_parallel_tail());
     }
     CUDA(cudaSetDevice(0));
     std::vector<int> worlds{1, 2, 3, 4, 8};
@@ -870,6 +892,15 @@ int main(int argc, char** argv) {
                 at = end;
                 if (*at == 0) break;
             }
+        } else if (word.rfind("ways=", 0) == 0) {
+            ways.clear();
+            for (const char* at = argv[i] + 5; *at;) {
+                Sending way;
+                int read = 0;
+                if (std::sscanf(at, "%d:%d:%d%n", &way.carriers, &way.posting, &way.settle, &read) != 3) break;
+                ways.push_back(way), at += read + (at[read] == ',');
+            }
+            sending = ways.empty() ? Sending{} : ways[0];
         } else {
             modes.push_back(word);
         }
@@ -895,6 +926,7 @@ int main(int argc, char** argv) {
         if (mode == "huge") Ranks(2, 32768, 1024, 65544).run({.tokens = 65544, .prefix = true}, "huge", 2);
         if (mode == "time-product") time_product();
         if (mode == "time") time_tail();
+        if (mode == "alone") alone = true;
         if (mode == "time-ranks") each_world([](int world) { world > 1 ? time_ranks(world) : void(); });
         std::printf("-- %s: %.1f s, %d failures\n", mode.c_str(), seconds() - begin, failures);
     }

@@ -57,9 +57,15 @@ struct Tile {
     static constexpr int token_bytes = tokens * PackedLayout::row_bytes;  ///< of one block
     static constexpr int parts_bytes = teams * rows * tokens * 4;         ///< what a CTA receives, whatever the split
 
-    static int ring() {
-        return std::min(max_ring, (hopper_shared_bytes - 1024 - parts_bytes - barrier_bytes) / (weight_bytes + token_bytes));
+    /// A small tile leaves room on its multiprocessor for the next call's, whose weights then come while this call ends.
+    static constexpr int ctas_of_sm = rows == 64 && tokens <= 32 ? 2 : 1;
+
+    /// Places of the ring: what a CTA's `blocks` need, or as many as fit.
+    static int ring(std::int64_t blocks) {
+        constexpr int fit = (hopper_shared_bytes - 1024 - parts_bytes - barrier_bytes) / (weight_bytes + token_bytes);
+        return static_cast<int>(std::clamp<std::int64_t>(blocks, 2, std::min(max_ring, fit)));
     }
+    static int shared_bytes(int ring) { return 1024 + ring * (weight_bytes + token_bytes) + parts_bytes + barrier_bytes; }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
@@ -267,7 +273,7 @@ struct Hopper {
 #endif
 
 template <Dtype dtype, class Tile>
-__global__ void __launch_bounds__(Tile::threads, 1) project_hopper(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(Tile::threads, Tile::ctas_of_sm) project_hopper(const __grid_constant__ Params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ unsigned char shared[];
     const int thread = threadIdx.x,
@@ -421,7 +427,7 @@ template <Dtype dtype, class Tile>
 cudaError_t launch_hopper(Params p, int split, int device, bool dependent, cudaStream_t stream) {
     const int tiles = static_cast<int>((p.layout.rows + Tile::rows - 1) / Tile::rows);
     dependent = dependent && tiles * split <= p.early_ctas;
-    p.ring = Tile::ring();
+    p.ring = Tile::ring((p.layout.blocks() + split - 1) / split);
     // Enough copies in flight to keep the memory busy, and no more: they delay whatever queues behind them, A above all.
     p.in_flight = Tile::rows == 64 ? 8 : dependent && Tile::tokens > 8 ? 3 : 4;
     if (const cudaError_t e = describe_rows(p.a_map, p.a.data, p.tokens, p.layout.latent, p.a.stride, Tile::tokens);
@@ -434,7 +440,7 @@ cudaError_t launch_hopper(Params p, int split, int device, bool dependent, cudaS
     return launch({.grid = tiles * split,
                    .block = Tile::threads,
                    .cluster = split,
-                   .shared_bytes = hopper_shared_bytes,
+                   .shared_bytes = Tile::shared_bytes(p.ring),
                    .dependent = dependent,
                    .stream = stream},
                   kernel, p);

@@ -14,6 +14,9 @@
 
 namespace latent_moe::gpu {
 
+/// Once per device, before the first call: kernels loaded, shared memory allowed. cudaErrorNotSupported: none for it here.
+cudaError_t prepare_token_parallel_tail();
+
 /// What decides how the region is laid out: the same on every rank, and for every call of a context.
 struct TokenParallelShape {
     std::int64_t hidden;
@@ -37,10 +40,14 @@ cudaError_t reset_token_parallel_tail(void* region, void* workspace, const Token
 struct TokenParallelPlan {
     int grid = 0;          ///< CTAs, all resident at once with those of the ranks that share the GPU
     int carriers = 0;      ///< of these, the first: they send partials; the others multiply
-    int ahead = 0;         ///< blocks of an owner, from the first, whose latents all CTAs send
     int tile_columns = 0;  ///< 128 or 256
+    int posting = 2;       ///< warps of a carrier that hand their pieces to the copy engine; 0: its threads store them
+    int settle = 3;        ///< an owner is told of a step so many pieces after its last one
+    int ahead = 0;         ///< blocks of an owner, from the first, whose latents all CTAs send
 };
-TokenParallelPlan plan_token_parallel_tail(const TokenParallelShape& shape, std::int64_t tokens, int max_ctas);
+/// `carriers`: 0 for as many as were measured to be best.
+TokenParallelPlan plan_token_parallel_tail(const TokenParallelShape& shape, std::int64_t tokens, int max_ctas,
+                                           int carriers = 0);
 
 struct TokenParallelTail {
     Exchange exchange;

@@ -58,6 +58,10 @@ LATENT_MOE_DEVICE void store_shared(std::uint32_t address, T v) {
     }
 }
 
+LATENT_MOE_DEVICE void store_shared8(std::uint32_t address, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+
 /// For data that is read once: leaves the caches to others. Never for memory that anybody writes during the kernel.
 LATENT_MOE_DEVICE uint4 load16_once(const void* from) {
     uint4 v;
@@ -163,6 +167,24 @@ LATENT_MOE_DEVICE void bulk_copy_to(std::uint16_t ctas, std::uint32_t to, const 
             "r"(to),
         "l"(from), "r"(bytes), "r"(bar), "h"(ctas)
         : "memory");
+}
+/// From this CTA's shared memory to global memory, a peer's too. `bulk_stores_commit` closes a group of them;
+/// `bulk_stores_wait<n>` returns once all groups but the thread's last n are complete: what they wrote is then visible to
+/// the thread, whose release at system scope hands it on.
+LATENT_MOE_DEVICE void bulk_store(void* to, std::uint32_t from, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+LATENT_MOE_DEVICE void bulk_stores_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+template <int pending>
+LATENT_MOE_DEVICE void bulk_stores_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
+}
+/// Once all but the thread's last n groups have read their shared memory, which may then be written again.
+template <int pending>
+LATENT_MOE_DEVICE void bulk_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 LATENT_MOE_DEVICE void bulk_prefetch(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

@@ -13,6 +13,8 @@ extern const char* const backend_name;  ///< as `--backend` knows it
 
 /// Why there is no device here, in one line; empty if there is one.
 std::string why_no_device();
+/// See `BackendEntry::prepare_own_process`.
+void prepare_own_process();
 /// The runtime that this was built against, the driver that was found: "CUDA 13.0".
 std::string built_against();
 std::string driver();

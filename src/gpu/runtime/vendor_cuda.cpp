@@ -1,6 +1,7 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 
+#include <cstdlib>
 #include <cstring>
 
 #include "gpu/known_devices.h"
@@ -48,6 +49,14 @@ std::string why_no_device() {
     }
     if (error == cudaSuccess || error == cudaErrorNoDevice) return "the CUDA driver finds no GPU";
     return fmt::format("cudaGetDeviceCount: {}", cudaGetErrorString(error));
+}
+
+void prepare_own_process() {
+    // Ranks that are threads may share a GPU. There a kernel that is loaded when it is first launched, as cuBLASLt's may be,
+    // waits for the device, where a peer's kernel waits for the rank that has yet to call: for ever (seen in a soak). And
+    // every rank's launches need a queue of their own.
+    ::setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+    ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
 }
 
 std::string built_against() {

@@ -44,6 +44,8 @@ std::string why_no_device() {
     return fmt::format("hipGetDeviceCount: {}", hipGetErrorString(error));
 }
 
+void prepare_own_process() {}
+
 std::string built_against() {
     return fmt::format("HIP {}", version_text(HIP_VERSION));
 }
