@@ -160,10 +160,6 @@ constexpr Compiled tiles[] = {
     compiled<16, 64, Known{.float8 = true}>(),
 #endif
     compiled<128, 128, pairs_of_four>(),
-    compiled<8, 64, pairs_of_two>(),
-    compiled<16, 64, pairs_of_two>(),
-    compiled<8, 128, pairs_of_two>(),
-    compiled<16, 128, pairs_of_two>(),
     compiled<32, 64, pairs_of_two>(),
     compiled<64, 64, pairs_of_two>(),
     compiled<128, 64, pairs_of_two>(),

@@ -57,7 +57,7 @@ struct Tile {
     /// Items of the pool that a warp sums together, with one fence.
     static constexpr int items_at_once = tokens <= 64 ? 1 : rows == 64 ? 2 : 3;
     /// Rows that a thread polls together, if there is one peer.
-    static constexpr int gather_at_once = tokens <= 8 ? 1 : tokens <= 32 ? 4 : 6;
+    static constexpr int gather_at_once = tokens <= 8 ? 2 : tokens <= 32 ? 4 : 6;
 
     static constexpr int packed_bytes = known.float8 ? PackedFloat8Layout::block_bytes : PackedLayout::block_bytes;
     static constexpr int weight_bytes = packed_bytes / PackedLayout::tile_rows * rows;  ///< of one block of 64 columns
