@@ -49,9 +49,6 @@ __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__
     const int thread = threadIdx.x, lane = thread % 32;
     const int warp = __shfl_sync(0xffffffff, thread / 32, 0);  // uniform: roles and operands' descriptors hang on it
     const Cta<Tile> cta(p, shared_address(memory));
-    if constexpr (Tile::receives) {
-        if (blockIdx.x >= gridDim.x - p.receivers) return receive_columns(cta, thread, Tile::threads);
-    }
     // The compiler lays out the last branch first: the weight warp is the first to need its code.
     if (warp == Tile::weight_warp) {
         stamp<Tile>(p, began, lane == 0);
@@ -98,7 +95,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__
 /// A call of no rows.
 __global__ void __launch_bounds__(256) idle(const __grid_constant__ Params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    static_cast<void>(take_part(Cta<Tile<8, 64>>(p, 0), threadIdx.x, 256));
+    take_part(Cta<Tile<8, 64>>(p, 0), threadIdx.x, 256);
 #else
     __trap();
 #endif
@@ -130,14 +127,13 @@ struct Compiled {
     int threads, gather_threads, gather_at_once;
     int weight_bytes, token_bytes, parts_bytes, max_ring;
     bool pooled;
-    bool receives;
 };
 
 template <int tokens, int rows, Known known = Known{}>
 constexpr Compiled compiled() {
     using T = Tile<tokens, rows, known>;
     return {tokens,          rows,           known,          tail<T>,     T::threads, T::gather_threads, T::gather_at_once,
-            T::weight_bytes, T::token_bytes, T::parts_bytes, T::max_ring, T::pooled,  T::receives};
+            T::weight_bytes, T::token_bytes, T::parts_bytes, T::max_ring, T::pooled};
 }
 
 constexpr Known pairs_of_four{.split = 4, .world = 2, .turns = 1};
@@ -164,10 +160,6 @@ constexpr Compiled tiles[] = {
     compiled<16, 64, Known{.float8 = true}>(),
 #endif
     compiled<128, 128, pairs_of_four>(),
-    compiled<8, 64, pairs_of_two>(),
-    compiled<16, 64, pairs_of_two>(),
-    compiled<8, 128, pairs_of_two>(),
-    compiled<16, 128, pairs_of_two>(),
     compiled<32, 64, pairs_of_two>(),
     compiled<64, 64, pairs_of_two>(),
     compiled<128, 64, pairs_of_two>(),
@@ -244,13 +236,12 @@ bool cut(const FusedTailShape& shape, const FusedTailPlan& plan, const Compiled&
     p.blocks = static_cast<int>(layout.blocks());
     p.tiles = static_cast<int>((columns + tile.rows - 1) / tile.rows);
     p.clusters = plan.clusters;
-    p.receivers = plan.receivers * plan.split;
     p.split_log2 = log2_of(plan.split);
     p.latent_units = static_cast<int>(shape.latent / 8);
     p.column_units = static_cast<int>(columns / 8);
     if (plan.split < 1 || plan.split > max_split || plan.split != 1 << p.split_log2 || plan.split > p.blocks ||
         plan.split * fragment_rows > tile.rows || plan.clusters < 1 || plan.clusters > p.tiles ||
-        fused_tail_grid(plan) > max_grid || plan.receivers < 0 || (plan.receivers > 0 && !tile.receives)) {
+        plan.clusters * plan.split > max_grid) {
         return false;
     }
     const int tiles_of_cluster = (p.tiles + plan.clusters - 1) / plan.clusters;
@@ -352,7 +343,7 @@ bool valid(const FusedTail& op) {
 }  // namespace fused
 
 int fused_tail_grid(const FusedTailPlan& plan) {
-    return (plan.clusters + plan.receivers) * plan.split;
+    return plan.clusters * plan.split;
 }
 
 cudaError_t prepare_fused_tail() {
@@ -381,7 +372,7 @@ cudaError_t fused_tail_fits(const FusedTailShape& shape, const FusedTailPlan& pl
     if (!tile || !fused::cut(shape, plan, *tile, p)) return cudaErrorInvalidValue;
     int resident = 0;
     if (const cudaError_t e = fused::resident_clusters(*tile, plan.split, p.at.bytes, resident); e != cudaSuccess) return e;
-    return resident >= plan.clusters + plan.receivers ? cudaSuccess : cudaErrorLaunchOutOfResources;
+    return resident >= plan.clusters ? cudaSuccess : cudaErrorLaunchOutOfResources;
 }
 
 cudaError_t fused_tail_plans(const FusedTailShape& shape, std::int64_t tokens, int max_ctas, bool float8,
@@ -422,17 +413,6 @@ cudaError_t fused_tail_plans(const FusedTailShape& shape, std::int64_t tokens, i
                 const std::int64_t latents =
                     std::int64_t{p.block_stride} * tile.token_bytes * (tile.pooled ? 1 : shape.world);
                 const std::int64_t cost = weights + latents + (turns - 1) * 150'000 - tile.rows;
-                // A cluster more takes the peers' columns, where there is room for one.
-                FusedTailPlan wider = candidate;
-                wider.receivers = 1;
-                if (const fused::Compiled* known = fused::find(shape, wider);
-                    known->receives && fused_tail_grid(wider) <= std::min(max_ctas, max_grid)) {
-                    int resident = 0;
-                    if (const cudaError_t e = fused::resident_clusters(*known, split, p.at.bytes, resident);
-                        e != cudaSuccess)
-                        return e;
-                    if (resident > wider.clusters) candidate = wider;
-                }
                 found.emplace_back(cost, candidate);
             }
         }

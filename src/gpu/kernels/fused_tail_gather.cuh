@@ -494,10 +494,8 @@ struct Gather {
     LATENT_MOE_DEVICE void finish_call(const State& state, const Slot<Cta>& slot) {
         if (p.pool) rearm_pool(p, state, threads - 1 - thread, threads);
         rearm(cta, state, threads - 1 - thread, threads);  // other warps first than those that wait for columns
-        if (!Tile::receives || p.receivers == 0) {
-            gather_columns(cta, slot, wait, thread, threads, blockIdx.x, gridDim.x);
-            stamp<Tile>(p, columns_came, thread == 0);
-        }
+        gather_columns(cta, slot, wait, thread, threads);
+        stamp<Tile>(p, columns_came, thread == 0);
         wait.report(cta.bar(Barriers::epoch));
     }
 };

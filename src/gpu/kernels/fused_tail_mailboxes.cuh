@@ -180,14 +180,12 @@ LATENT_MOE_DEVICE void take(uint4 (&v)[n], PeerWait& wait, Phase phase, At at, P
     }
 }
 
-/// Finished columns, as they come, into `out`. Each of the CTAs that take them, this one of `takers`, has a contiguous range
-/// of each peer's units.
+/// Finished columns, as they come, into `out`. Each CTA takes a contiguous range of each peer's units.
 template <class Cta>
-LATENT_MOE_DEVICE void gather_columns(const Cta& cta, const Slot<Cta>& slot, PeerWait& wait, int thread, int threads,
-                                      std::uint32_t taker, std::uint32_t takers) {
+LATENT_MOE_DEVICE void gather_columns(const Cta& cta, const Slot<Cta>& slot, PeerWait& wait, int thread, int threads) {
     const Params& p = cta.p;
-    const std::uint32_t all = p.tokens * p.column_units, share = (all + takers - 1) / takers;
-    const std::uint32_t begin = taker * share, end = min(begin + share, all);
+    const std::uint32_t all = p.tokens * p.column_units, share = (all + gridDim.x - 1) / gridDim.x;
+    const std::uint32_t begin = blockIdx.x * share, end = min(begin + share, all);
     for_each_peer(cta, [&](int source) {
         const uint4* box = slot.columns_from(source);
 #pragma unroll 1
@@ -269,9 +267,9 @@ LATENT_MOE_DEVICE_CALL void keep_protocol(const Params& p, std::uint32_t epoch, 
     exchange_headers(x, call, static_cast<std::uint32_t>(p.tokens), lane);
 }
 
-/// What a CTA without a tile does of a call: takes part in the protocol, re-arms, moves on. By all its threads.
+/// A call of no rows: takes part in the protocol, re-arms, moves on. By all threads of every CTA.
 template <class Cta>
-LATENT_MOE_DEVICE State take_part(const Cta& cta, int thread, int threads) {
+LATENT_MOE_DEVICE void take_part(const Cta& cta, int thread, int threads) {
     constexpr int wave = static_cast<int>(wave_size);
     const Params& p = cta.p;
     dependency_wait();
@@ -286,22 +284,6 @@ LATENT_MOE_DEVICE State take_part(const Cta& cta, int thread, int threads) {
         rearm(cta, state, thread - wave, threads - wave);
         if (p.pool) rearm_pool(p, state, thread - wave, threads - wave);
     }
-    return state;
-}
-
-/// A CTA behind those with tiles: takes part, and the peers' columns with the others of its kind. By all its threads.
-template <class Cta>
-LATENT_MOE_DEVICE void receive_columns(const Cta& cta, int thread, int threads) {
-    const Params& p = cta.p;
-    dependency_wait();
-    if (thread == 0) {
-        store_shared(cta.bar(Barriers::epoch), load_relaxed<Scope::device>(&control(p.exchange).epoch[blockIdx.x]));
-    }
-    const State state = take_part(cta, thread, threads);
-    PeerWait wait(p);
-    gather_columns(cta, Slot<Cta>(cta, state.slot), wait, thread, threads, blockIdx.x - (gridDim.x - p.receivers),
-                   p.receivers);
-    wait.report(cta.bar(Barriers::epoch));
 }
 
 }  // namespace latent_moe::gpu::fused

@@ -296,79 +296,51 @@ struct Math {
         factor = p.rms_norm ? p.scale * rms_factor(squares, p.inverse_latent, p.epsilon) : p.scale;
     }
 
-    /// What finishing an item needs that does not wait for the parts: gathered before they come.
-    struct Prepared {
-        Words prefix;
-        float shared[item_columns];
-        std::uint32_t *to_peer, *to_out;  ///< `to_peer`: of a single one
-    };
-    LATENT_MOE_DEVICE std::uint32_t* column_word(const Slot<Cta>& slot, int peer, const Item& i) const {
-        return reinterpret_cast<std::uint32_t*>(slot.columns_to(peer)) + i.token * p.column_units * 4 + i.word;
-    }
-    /// After `shared_ready`.
-    LATENT_MOE_DEVICE Prepared prepare(const Slot<Cta>& slot, int turn, const Item& i, int index,
-                                       const Words& prefix) const {
-        Prepared r;
-        r.prefix = prefix;
-        const std::uint32_t shared_at = cta.memory + p.at.shared_sums + (turn * item_count() + index) * (item_columns * 4);
-#pragma unroll
-        for (int e = 0; e < item_columns; ++e) r.shared[e] = load_shared<float>(shared_at + e * 4);
-        r.to_peer = Cta::pair ? column_word(slot, 1 - p.rank, i) : nullptr;
-        r.to_out = word_of(p.out, i);
-        return r;
-    }
-    /// Once the parts are there.
-    LATENT_MOE_DEVICE void finish_item(const Slot<Cta>& slot, const Item& i, const Prepared& prepared,
-                                       [[maybe_unused]] const Scales& scales) const {
-        using E = Element<Dtype::bf16>;
-        float sum[item_columns], factor;
-        sum_parts(i, sum, factor);
-        Words result;
-#pragma unroll
-        for (int w = 0; w < item_words; ++w) {
-            float two[2], last[2];
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                // A factor of 0 (the squares overflowed): the row's latents count as 0, however large they are.
-                float product = p.rms_norm && factor == 0 ? 0 : factor * sum[2 * w + e];
-                if constexpr (Tile::known.float8) {
-                    product *= scales.at[2 * w + e];
-                } else if (p.column_scales) {
-                    product *= p.column_scales[2 * (i.word + w) + e];
-                }
-                two[e] = prepared.shared[2 * w + e] + product;
-            }
-            result.at[w] = E::pack(two);
-            if (p.prefix.data) {
-                E::unpack(result.at[w], two), E::unpack(prepared.prefix.at[w], last);
-                two[0] += last[0], two[1] += last[1];
-                result.at[w] = E::pack(two);
-            }
-            result.at[w] = E::canonical(result.at[w]);
-        }
-        if constexpr (Cta::pair) {
-            store(prepared.to_peer, result);
-        } else {
-            for_each_peer(cta, [&](int peer) { store(column_word(slot, peer, i), result); });
-        }
-        store(prepared.to_out, result);
-    }
-
-    /// Whether no thread has more than one item, whatever the tokens.
-    static constexpr bool one_item = Cta::known.turns == 1 && Cta::known.split > 0 && !shared_out &&
-                                     Tile::tokens * (Tile::rows / std::max(1, Cta::known.split)) / item_columns <= threads;
-
     LATENT_MOE_DEVICE void finish(const Slot<Cta>& slot, int turn, const Item& first, const Words& first_prefix,
                                   const Scales& first_scales) const {
+        using E = Element<Dtype::bf16>;
 #pragma unroll 1
         for (int index = thread; index < item_count(); index += finishing_threads) {
             const Item i = index == thread ? first : item(cta.tile(turn), index);
             if (!i.exists) continue;
             const Words prefix = index == thread ? first_prefix : prefix_of(i);
-            const Scales scales = index == thread ? first_scales : scales_of(i);
+            [[maybe_unused]] const Scales scales = index == thread ? first_scales : scales_of(i);
+            float sum[item_columns], factor, shared[item_columns];
             if constexpr (Tile::signals > 1)
                 wait_locally(cta.bar(Barriers::received, i.token / Tile::tokens_of_signal), turn & 1);
-            finish_item(slot, i, prepare(slot, turn, i, index, prefix), scales);
+            sum_parts(i, sum, factor);
+            const std::uint32_t shared_at =
+                cta.memory + p.at.shared_sums + (turn * item_count() + index) * (item_columns * 4);
+#pragma unroll
+            for (int e = 0; e < item_columns; ++e) shared[e] = load_shared<float>(shared_at + e * 4);
+            Words result;
+#pragma unroll
+            for (int w = 0; w < item_words; ++w) {
+                float two[2], last[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    // A factor of 0 (the squares overflowed): the row's latents count as 0, however large they are.
+                    float product = p.rms_norm && factor == 0 ? 0 : factor * sum[2 * w + e];
+                    if constexpr (Tile::known.float8) {
+                        product *= scales.at[2 * w + e];
+                    } else if (p.column_scales) {
+                        product *= p.column_scales[2 * (i.word + w) + e];
+                    }
+                    two[e] = shared[2 * w + e] + product;
+                }
+                result.at[w] = E::pack(two);
+                if (p.prefix.data) {
+                    E::unpack(result.at[w], two), E::unpack(prefix.at[w], last);
+                    two[0] += last[0], two[1] += last[1];
+                    result.at[w] = E::pack(two);
+                }
+                result.at[w] = E::canonical(result.at[w]);
+            }
+            for_each_peer(cta, [&](int peer) {
+                store(reinterpret_cast<std::uint32_t*>(slot.columns_to(peer)) + i.token * p.column_units * 4 + i.word,
+                      result);
+            });
+            store(word_of(p.out, i), result);
         }
     }
 
@@ -401,17 +373,9 @@ struct Math {
             }
             send_fragment(sum);
             if (turn == 0) sync_threads_of(shared_ready, threads + Tile::gather_threads);
-            if constexpr (one_item) {
-                Prepared prepared{};
-                if (first.exists) prepared = prepare(slot, 0, first, thread, prefix);
-                wait_locally(cta.bar(Barriers::received), 0);
-                stamp<Tile>(p, parts_there, thread == 0);
-                if (first.exists) finish_item(slot, first, prepared, scales);
-            } else {
-                if constexpr (Tile::signals == 1) wait_locally(cta.bar(Barriers::received), turn & 1);
-                stamp<Tile>(p, parts_there, thread == 0);
-                finish(slot, turn, first, prefix, scales);
-            }
+            if constexpr (Tile::signals == 1) wait_locally(cta.bar(Barriers::received), turn & 1);
+            stamp<Tile>(p, parts_there, thread == 0);
+            finish(slot, turn, first, prefix, scales);
             if constexpr (Tile::signals > 1) {
                 // Nobody leaves, and no phase is begun, before all has come, also what is of no token.
 #pragma unroll 1

@@ -56,11 +56,8 @@ struct Tile {
 
     /// Items of the pool that a warp sums together, with one fence.
     static constexpr int items_at_once = tokens <= 64 ? 1 : rows == 64 ? 2 : 3;
-    /// Whether CTAs without a tile may take the peers' columns, so that the others leave once their own are sent, and the
-    /// next call's weights come that much sooner.
-    static constexpr bool receives = !pooled && known.turns == 1 && known.world != 0;
     /// Rows that a thread polls together, if there is one peer.
-    static constexpr int gather_at_once = tokens <= 8 ? 1 : tokens <= 32 ? 4 : 6;
+    static constexpr int gather_at_once = tokens <= 8 ? 2 : tokens <= 32 ? 4 : 6;
 
     static constexpr int packed_bytes = known.float8 ? PackedFloat8Layout::block_bytes : PackedLayout::block_bytes;
     static constexpr int weight_bytes = packed_bytes / PackedLayout::tile_rows * rows;  ///< of one block of 64 columns
@@ -138,7 +135,6 @@ struct Params {
     int tokens;
     int blocks;  ///< of 64 columns of W
     int tiles, clusters, split_log2;
-    int receivers;  ///< CTAs, the last of the grid, that only take the peers' columns
     int ring, token_ring, in_flight_early, in_flight_late, prefetch_blocks, prefetch_at_once, prefetch_clocks;
     int latent_units;    ///< L / 8
     int column_units;    ///< H / world / 8
