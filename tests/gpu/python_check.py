@@ -12,9 +12,9 @@ import os
 import threading
 import time
 
-os.environ.setdefault(
-    "CUDA_DEVICE_MAX_CONNECTIONS", "32"
-)  # streams of ranks that share a GPU must not queue behind each other
+# Streams of ranks that share a GPU must not queue behind each other, nor may a kernel be loaded while a peer waits.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import torch
 import torch.distributed as dist
