@@ -30,6 +30,7 @@
 #include "cli/row_judge.h"
 #include "cli/soak_plan.h"
 #include "context/backends.h"
+#include "context/context_access.h"
 #include "core/digest.h"
 #include "core/partition.h"
 #include "core/planner.h"
@@ -145,7 +146,10 @@ public:
                 contexts_.push_back(Context::create(set.shape, bootstrap, options));
             } catch (const Error& error) {
                 // A GPU that ranks share may have no room for another context beside theirs; all ranks are told so.
-                if (error.code() != StatusCode::unavailable || contexts_.empty()) throw;
+                if (error.code() != StatusCode::unavailable || contexts_.empty() ||
+                    !ContextAccess::capabilities(contexts_.front()).shares_device) {
+                    throw;
+                }
                 break;
             }
             const TokenRange rows =
