@@ -13,7 +13,7 @@
 namespace latent_moe::gpu {
 namespace {
 
-constexpr int most_cuts = 9;
+constexpr int most_cuts = 11;
 constexpr int other_cuts = 3;  ///< with an order of sums of their own
 constexpr int calls = 16;      ///< of a burst, behind one that lines the ranks up
 constexpr int bursts = 5;      ///< of each cut, in turns; the median counts
@@ -37,9 +37,10 @@ double median(std::array<double, bursts> times) {
 }  // namespace
 
 std::string name_of(const FusedTailPlan& plan) {
-    return fmt::format("{} rows, K in {}, {} clusters, {} to {} copies in flight, {} blocks prefetched, ring of {}",
-                       plan.rows, plan.split, plan.clusters, plan.in_flight_early, plan.in_flight_late, plan.prefetch_blocks,
-                       plan.token_ring);
+    return fmt::format(
+        "{} rows, K in {}, {} clusters and {} that receive, {} to {} copies in flight, {} blocks prefetched, ring of {}",
+        plan.rows, plan.split, plan.clusters, plan.receivers, plan.in_flight_early, plan.in_flight_late,
+        plan.prefetch_blocks, plan.token_ring);
 }
 
 std::vector<FusedTailPlan> cuts_to_try(const FusedTailShape& shape, std::int64_t tokens, int max_ctas,
@@ -53,20 +54,24 @@ std::vector<FusedTailPlan> cuts_to_try(const FusedTailShape& shape, std::int64_t
     std::vector<FusedTailPlan> cuts;
     if (fused_tail_plans(shape, tokens, max_ctas, estimated.float8, &cuts) == cudaSuccess) {
         int taken = 0;
-        for (const FusedTailPlan& cut : cuts) {
+        for (FusedTailPlan& cut : cuts) {
+            if (fused_tail_grid(cut) > fused_tail_grid(estimated)) cut.receivers = 0;
             if (cut == estimated || fused_tail_grid(cut) > fused_tail_grid(estimated) || cut.tokens != estimated.tokens)
                 continue;
             if (taken++ == other_cuts) break;
             add(cut);
         }
     }
-    for (const int early : {1, 2, 5}) {
+    for (const int early : {1, 2, 3, 5}) {
         FusedTailPlan plan = estimated;
         plan.in_flight_early = early;
         add(plan);
     }
     FusedTailPlan plan = estimated;
     plan.prefetch_blocks = 0;
+    add(plan);
+    plan = estimated;
+    plan.receivers = 0;
     add(plan);
     plan = estimated;
     plan.token_ring = estimated.token_ring / 2 * 3;

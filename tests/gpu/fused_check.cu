@@ -8,7 +8,7 @@
 // Modes: shapes variants pairs extremes faults loopback; stress stress128 stress8 stress3 million hundred-thousand; groups
 // kimi damage fifty-million; bench quick quick-no-norm stages. Options: weights=bf16|e4m3 alone (times of one rank that
 // talks to itself) replays=N layers=N early=N late=N ring=N prefetch=N digest=0|1 shape=H,L,R tokens=M,M,…
-// plan=rows,split,clusters; of groups, kimi and damage: calls=N groups=N ctas=N.
+// receivers=N most-ctas=N plan=rows,split,clusters; of groups, kimi and damage: calls=N groups=N ctas=N.
 //
 // How: each row of the output depends on its own row of inputs alone, and its bits on the plan. So a pool of input rows is
 // run once through every plan and compared with float64 (`golden`); from then on calls of any mix of rows are compared with
@@ -346,7 +346,7 @@ bool float8 = false;  ///< weights are e4m3
 
 struct Knobs {
     int early = -1, late = -1, ring = -1, prefetch = -1, at_once = -1, pace = -1, digest = -1, rows = 0, split = 0,
-        clusters = 0;
+        clusters = 0, receivers = -1, most_ctas = 132;
 } knobs;
 
 template <class T>
@@ -388,7 +388,7 @@ struct Problem {
         shape = {hidden, latent, world, pool};
         const int local = loop ? 1 : world, used = std::min(devices, local);
         per_device = (local + used - 1) / used;
-        most_ctas = per_device == 1 ? 132 : 112 / per_device;
+        most_ctas = per_device == 1 ? knobs.most_ctas : 112 / per_device;
         dependent = per_device == 1;  // early CTAs of one rank could keep out those that another waits for
         const PackedLayout layout{hidden / world, latent};
         for (int r = 0; r < local; ++r) {
@@ -494,7 +494,8 @@ struct Problem {
             if (knobs.at_once >= 0) p.prefetch_at_once = knobs.at_once;
             if (knobs.pace >= 0) p.prefetch_clocks = knobs.pace;
             if (knobs.digest >= 0) p.digest = knobs.digest != 0;
-            if (knobs.rows > 0) p.rows = knobs.rows, p.split = knobs.split, p.clusters = knobs.clusters;
+            if (knobs.rows > 0) p.rows = knobs.rows, p.split = knobs.split, p.clusters = knobs.clusters, p.receivers = 0;
+            if (knobs.receivers >= 0) p.receivers = p.tokens <= 16 ? knobs.receivers : 0;
             CUDA(fused_tail_fits(shape, p));
             std::printf("plan %sH=%ld L=%ld R=%d M<=%d: tile %d x %d, split %d, %d clusters, grid %d\n",
                         float8 ? "e4m3 " : "", static_cast<long>(shape.hidden), static_cast<long>(shape.latent), world(),
@@ -1116,8 +1117,11 @@ void check_pairs() {
     const Knobs before = knobs;
     for (const auto& [rows, split, clusters] : {std::array{128, 4, 8}, std::array{128, 2, 8}, std::array{64, 2, 16}}) {
         knobs.rows = rows, knobs.split = split, knobs.clusters = clusters;
-        check_shape(2048, 3584, 2, true, 128);
-        check_variants(2048, 3584, 2, true);
+        for (const int receivers : {0, 1}) {
+            knobs.receivers = receivers;
+            check_shape(2048, 3584, 2, true, 128);
+            check_variants(2048, 3584, 2, true);
+        }
     }
     knobs = before;
 }
@@ -1254,8 +1258,8 @@ void bench(std::int64_t hidden, std::int64_t latent, int world, bool norm, const
     p.healthy("bench");
 }
 
-void stages(int tokens) {
-    Problem p(7168, 3584, 2, true, 12, alone);
+void stages(const long (&shape)[3], int tokens) {
+    Problem p(shape[0], shape[1], static_cast<int>(shape[2]), true, 12, alone);
     const std::size_t words = std::size_t{256} * fused::stamps_per_cta * p.layers;
     p.each([&](int r) {
         p.ranks[r].stamps = allocate<long long>(words);
@@ -1322,7 +1326,8 @@ int main(int argc, char** argv) {
         number("replays=", replays), number("layers=", bench_layers), number("early=", knobs.early),
             number("late=", knobs.late);
         number("ring=", knobs.ring), number("prefetch=", knobs.prefetch), number("at-once=", knobs.at_once),
-            number("pace=", knobs.pace), number("digest=", knobs.digest);
+            number("pace=", knobs.pace), number("digest=", knobs.digest), number("receivers=", knobs.receivers),
+            number("most-ctas=", knobs.most_ctas);
         number("groups=", groups), number("ctas=", ctas);
         if (a.rfind("calls=", 0) == 0) calls = std::atol(a.c_str() + 6);
         if (a.rfind("plan=", 0) == 0) std::sscanf(a.c_str(), "plan=%d,%d,%d", &knobs.rows, &knobs.split, &knobs.clusters);
@@ -1387,7 +1392,7 @@ int main(int argc, char** argv) {
         if (a == "quick") bench(shape[0], shape[1], static_cast<int>(shape[2]), true, sizes, true);
         if (a == "quick-no-norm") bench(shape[0], shape[1], static_cast<int>(shape[2]), false, sizes, true);
         if (a == "stages") {
-            for (const int m : sizes) stages(m);
+            for (const int m : sizes) stages(shape, m);
         }
     }
     std::printf("%s: %d failures, %.1f s\n", failures ? "FAILED" : "passed", failures, seconds() - began);

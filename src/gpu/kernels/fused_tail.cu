@@ -11,8 +11,11 @@
 //                                      │             Σ squares ─▶ the cluster ──────────────┤
 //                                      │ shared_b ─▶ Σ shared ──────────────────────────────┘
 //                                      │ re-arm the slot of the call before          columns_b, as they come ─▶ out
-//   tokens (17 and more)               │ Σ · γ by way of a pool (fused_tail_pool.cuh) ─▶ shared memory, block by block;
-//                                      │ shared_a is then sent by the gathering warps, after their latents
+//   tokens (17 and more)               │ Σ · γ by way of a pool (fused_tail_pool.cuh) ─▶ shared memory, block by block, from 33
+//                                      │ on by a warp of its own; shared_a is then sent by the gathering warps, after latents
+//   receivers (a cluster more)         │                                             columns_b, as they come ─▶ out, so that
+//                                      │                                             the other CTAs leave, and the next call's
+//                                      │                                             weights come, once theirs are sent
 //   protocol                           │ epoch; CTA 0: header_a ─▶ every b, header_b ─▶ checked
 // clang-format on
 //
@@ -42,6 +45,15 @@ namespace latent_moe::gpu {
 namespace fused {
 namespace {
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+/// A call, so that the others' code lies together: a CTA that receives has time.
+template <class Tile>
+LATENT_MOE_DEVICE_CALL void receive(const Params& p, int thread) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    receive_columns(Cta<Tile>(p, shared_address(memory)), thread, Tile::threads);
+}
+#endif
+
 template <class Tile>
 __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__ Params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -49,6 +61,9 @@ __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__
     const int thread = threadIdx.x, lane = thread % 32;
     const int warp = __shfl_sync(0xffffffff, thread / 32, 0);  // uniform: roles and operands' descriptors hang on it
     const Cta<Tile> cta(p, shared_address(memory));
+    if constexpr (Tile::receives) {
+        if (blockIdx.x >= gridDim.x - p.receivers) return receive<Tile>(p, thread);
+    }
     // The compiler lays out the last branch first: the weight warp is the first to need its code.
     if (warp == Tile::weight_warp) {
         stamp<Tile>(p, began, lane == 0);
@@ -63,9 +78,10 @@ __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__
         const State state = load_state(p);
         store_shared(cta.bar(Barriers::epoch), epoch);
         __syncwarp();
-        arrive_threads_of(squares_ready, Tile::gather_threads + 32);
+        arrive_threads_of(epoch_there, Tile::gather_threads + 32);
+        arrive_threads_of(state_loaded, 2 * 32);
         keep_protocol(p, epoch, state.rows & 1, lane);
-    } else if (Tile::pooled && warp == Tile::token_warp) {
+    } else if (Tile::streamed && warp == Tile::token_warp) {
         cluster::arrive_relaxed();
         cluster::wait();  // barriers are there
         dependency_wait();
@@ -77,7 +93,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__
             if constexpr (Math<Cta<Tile>>::shared_out) {
                 Math<Cta<Tile>>(cta, thread, warp).help_to_finish(slot);
             } else {
-                arrive_threads_of(shared_ready, Tile::math_threads + Tile::gather_threads);
+                arrive_threads_of(shared_ready, Tile::math_threads + cta.announcing_threads());
             }
         });
     } else {
@@ -95,7 +111,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) tail(const __grid_constant__
 /// A call of no rows.
 __global__ void __launch_bounds__(256) idle(const __grid_constant__ Params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    take_part(Cta<Tile<8, 64>>(p, 0), threadIdx.x, 256);
+    static_cast<void>(take_part(Cta<Tile<8, 64>>(p, 0), threadIdx.x, 256));
 #else
     __trap();
 #endif
@@ -126,14 +142,15 @@ struct Compiled {
     Kernel kernel;
     int threads, gather_threads, gather_at_once;
     int weight_bytes, token_bytes, parts_bytes, max_ring;
-    bool pooled;
+    bool pooled, streamed;
+    bool receives;
 };
 
 template <int tokens, int rows, Known known = Known{}>
 constexpr Compiled compiled() {
     using T = Tile<tokens, rows, known>;
     return {tokens,          rows,           known,          tail<T>,     T::threads, T::gather_threads, T::gather_at_once,
-            T::weight_bytes, T::token_bytes, T::parts_bytes, T::max_ring, T::pooled};
+            T::weight_bytes, T::token_bytes, T::parts_bytes, T::max_ring, T::pooled,  T::streamed,       T::receives};
 }
 
 constexpr Known pairs_of_four{.split = 4, .world = 2, .turns = 1};
@@ -160,6 +177,10 @@ constexpr Compiled tiles[] = {
     compiled<16, 64, Known{.float8 = true}>(),
 #endif
     compiled<128, 128, pairs_of_four>(),
+    compiled<8, 64, pairs_of_two>(),
+    compiled<16, 64, pairs_of_two>(),
+    compiled<8, 128, pairs_of_two>(),
+    compiled<16, 128, pairs_of_two>(),
     compiled<32, 64, pairs_of_two>(),
     compiled<64, 64, pairs_of_two>(),
     compiled<128, 64, pairs_of_two>(),
@@ -236,12 +257,13 @@ bool cut(const FusedTailShape& shape, const FusedTailPlan& plan, const Compiled&
     p.blocks = static_cast<int>(layout.blocks());
     p.tiles = static_cast<int>((columns + tile.rows - 1) / tile.rows);
     p.clusters = plan.clusters;
+    p.receivers = plan.receivers * plan.split;
     p.split_log2 = log2_of(plan.split);
     p.latent_units = static_cast<int>(shape.latent / 8);
     p.column_units = static_cast<int>(columns / 8);
     if (plan.split < 1 || plan.split > max_split || plan.split != 1 << p.split_log2 || plan.split > p.blocks ||
         plan.split * fragment_rows > tile.rows || plan.clusters < 1 || plan.clusters > p.tiles ||
-        plan.clusters * plan.split > max_grid) {
+        fused_tail_grid(plan) > max_grid || plan.receivers < 0 || (plan.receivers > 0 && !tile.receives)) {
         return false;
     }
     const int tiles_of_cluster = (p.tiles + plan.clusters - 1) / plan.clusters;
@@ -250,7 +272,11 @@ bool cut(const FusedTailShape& shape, const FusedTailPlan& plan, const Compiled&
     const int units = p.block_stride * 8, fewest = (p.block_stride + max_passes - 1) / max_passes * 8;
     p.gather_columns = std::min(
         {units, tile.gather_threads, std::max(fewest, tile.gather_threads * tile.gather_at_once / tile.tokens / 8 * 8)});
-    if (tile.pooled) p.gather_columns = units;
+    if (tile.pooled) {
+        // Of even passes: those of at most `most_blocks_of_pass` are as many as are needed.
+        const int most = std::max(fewest, fused::most_blocks_of_pass * 8), passes = (units + most - 1) / most;
+        p.gather_columns = tile.streamed ? units : (p.block_stride + passes - 1) / passes * 8;
+    }
     if (p.gather_columns < fewest) return false;
     p.gather_rows = std::max(1, tile.gather_threads / p.gather_columns);
     p.pool_items = (units + pool_item_units - 1) / pool_item_units;
@@ -260,7 +286,7 @@ bool cut(const FusedTailShape& shape, const FusedTailPlan& plan, const Compiled&
     const std::int64_t block_squares = tile.pooled ? 0 : round_up(std::int64_t{4} * tile.tokens * p.block_stride, 16);
     const int all_blocks = tiles_of_cluster * p.block_stride;
     const int most_places = std::min(max_token_ring, std::max(2, all_blocks));
-    p.token_ring = tile.pooled ? std::clamp(plan.token_ring, 2, most_places) : p.block_stride;
+    p.token_ring = tile.streamed ? std::clamp(plan.token_ring, 2, most_places) : p.block_stride;
     const std::int64_t others = std::int64_t{p.token_ring} * tile.token_bytes + tile.parts_bytes + shared_sums +
                                 round_up(std::int64_t{4} * plan.split * tile.tokens, 16) + block_squares + at_ring;
     const std::int64_t fits = (max_shared_bytes - others) / tile.weight_bytes;
@@ -293,6 +319,23 @@ cudaError_t resident_clusters(const Compiled& tile, int split, int shared_bytes,
     config.attrs = &attribute;
     config.numAttrs = 1;
     return cudaOccupancyMaxActiveClusters(&count, tile.kernel, &config);
+}
+
+/// A cluster more takes the peers' columns, where there is room for it, and where a call waits for weights (measured: with
+/// fewer it gains nothing) that can come only once CTAs of the call before have left: its own do not fit beside those.
+cudaError_t add_receivers(const FusedTailShape& shape, std::int64_t weights_of_cta, int max_ctas, int shared_bytes,
+                          FusedTailPlan& plan) {
+    constexpr std::int64_t pays_from_bytes = 160 << 10;
+    FusedTailPlan wider = plan;
+    wider.receivers = 1;
+    const Compiled* tile = find(shape, wider);
+    if (!tile || weights_of_cta < pays_from_bytes || !tile->receives ||
+        fused_tail_grid(wider) > std::min(max_ctas, max_grid))
+        return cudaSuccess;
+    int resident = 0;
+    if (const cudaError_t e = resident_clusters(*tile, plan.split, shared_bytes, resident); e != cudaSuccess) return e;
+    if (resident > plan.clusters && resident < 2 * plan.clusters) plan = wider;
+    return cudaSuccess;
 }
 
 /// What hangs on shape and plan alone: with its divisions it is most of what a launch costs this library on the host.
@@ -343,7 +386,7 @@ bool valid(const FusedTail& op) {
 }  // namespace fused
 
 int fused_tail_grid(const FusedTailPlan& plan) {
-    return plan.clusters * plan.split;
+    return (plan.clusters + plan.receivers) * plan.split;
 }
 
 cudaError_t prepare_fused_tail() {
@@ -372,7 +415,7 @@ cudaError_t fused_tail_fits(const FusedTailShape& shape, const FusedTailPlan& pl
     if (!tile || !fused::cut(shape, plan, *tile, p)) return cudaErrorInvalidValue;
     int resident = 0;
     if (const cudaError_t e = fused::resident_clusters(*tile, plan.split, p.at.bytes, resident); e != cudaSuccess) return e;
-    return resident >= plan.clusters ? cudaSuccess : cudaErrorLaunchOutOfResources;
+    return resident >= plan.clusters + plan.receivers ? cudaSuccess : cudaErrorLaunchOutOfResources;
 }
 
 cudaError_t fused_tail_plans(const FusedTailShape& shape, std::int64_t tokens, int max_ctas, bool float8,
@@ -390,7 +433,9 @@ cudaError_t fused_tail_plans(const FusedTailShape& shape, std::int64_t tokens, i
                 FusedTailPlan candidate;
                 candidate.float8 = tile.known.float8;
                 if (candidate.float8) candidate.in_flight_early = 12, candidate.in_flight_late = 24;  // half as large
-                candidate.token_ring = tile.tokens >= 128 ? 4 : tile.tokens >= 64 ? 8 : 14;           // measured, K3 at TP 2
+                candidate.token_ring = tile.tokens >= 128 ? 4 : 6;  // this and the next measured, K3 at TP 2
+                if (tile.tokens == 32) candidate.in_flight_early = 2;
+                if (tile.tokens == 64) candidate.in_flight_early = 1;
                 candidate.tokens = tile.tokens, candidate.rows = tile.rows, candidate.split = split;
                 const int all = static_cast<int>((shape.hidden / shape.world + tile.rows - 1) / tile.rows);
                 int most = std::min({all, max_ctas / split, max_grid / split});
@@ -413,6 +458,8 @@ cudaError_t fused_tail_plans(const FusedTailShape& shape, std::int64_t tokens, i
                 const std::int64_t latents =
                     std::int64_t{p.block_stride} * tile.token_bytes * (tile.pooled ? 1 : shape.world);
                 const std::int64_t cost = weights + latents + (turns - 1) * 150'000 - tile.rows;
+                const cudaError_t e = fused::add_receivers(shape, weights, max_ctas, p.at.bytes, candidate);
+                if (e != cudaSuccess) return e;
                 found.emplace_back(cost, candidate);
             }
         }

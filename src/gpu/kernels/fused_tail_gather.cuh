@@ -123,19 +123,19 @@ struct Gather {
         }
     }
 
-    /// Adds up the ranks' summands of one row's unit (of all K), in rank order. `at_once` mailboxes are polled together.
-    template <class Own>
-    LATENT_MOE_DEVICE void sum_row(const Slot<Cta>& slot, int token, int unit, Own own, float (&sum)[U::size]) {
+    /// Adds up the ranks' summands of a unit, in rank order: `box(source)` is a peer's, `own()` this rank's. Some are polled
+    /// together.
+    template <class Box, class Own>
+    LATENT_MOE_DEVICE void add_ranks(Phase phase, Box box, Own own, float (&sum)[U::size]) {
         constexpr int at_once = 4;
 #pragma unroll 1
         for (int first = 0; first < cta.world(); first += at_once) {
             uint4 v[at_once];
             const auto source = [&](int i) { return first + i; };
             take<at_once>(
-                v, wait, Phase::gather,
+                v, wait, phase,
                 [&](int i) -> const uint4* {
-                    if (source(i) >= cta.world() || source(i) == p.rank) return nullptr;
-                    return slot.latents_from(source(i)) + token * p.latent_units + unit;
+                    return source(i) < cta.world() && source(i) != p.rank ? box(source(i)) : nullptr;
                 },
                 source);
 #pragma unroll
@@ -145,6 +145,12 @@ struct Gather {
                 add(sum, v[i]);
             }
         }
+    }
+    /// Of one row's latents: a unit of all K.
+    template <class Own>
+    LATENT_MOE_DEVICE void sum_row(const Slot<Cta>& slot, int token, int unit, Own own, float (&sum)[U::size]) {
+        const auto box = [&](int source) { return slot.latents_from(source) + token * p.latent_units + unit; };
+        add_ranks(Phase::gather, box, own, sum);
     }
 
     /// One word of the last row first: while nothing has come, polling takes little of what the weights need too.
@@ -240,13 +246,13 @@ struct Gather {
         add_digest(p, state, digest);
     }
 
-    /// The rows' sums over this CTA's part of K, in the order of the blocks, to every CTA of the cluster: two rows a thread.
+    /// The rows' sums over this CTA's part of K, in the order of the blocks, to every CTA of the cluster: two rows a thread
+    /// of the first warp. The others do not wait for it: shared slices lie on the path of small products.
     LATENT_MOE_DEVICE void send_squares() const {
-        sync_threads_of(squares_ready, threads + 32);  // also: the epoch is there
-        cluster::wait();                               // the others' barriers are there
-        if (!p.rms_norm) return;
+        static_assert(Tile::pooled || Tile::tokens <= 64);
+        sync_threads_of(squares_ready, threads);
 #pragma unroll 1
-        for (int m = 2 * thread; m < p.tokens; m += 2 * threads) {
+        for (int m = 2 * thread; m < p.tokens; m += 64) {
             float sums[2] = {};
             const std::uint32_t from = cta.memory + p.at.block_squares + m * p.block_stride * 4;
 #pragma unroll 4
@@ -339,19 +345,23 @@ struct Gather {
                         x[k] = U::pack(sum);
                     }
                 }
-                const uint4 product = multiply_bf16(x[k], filler.gammas[k]);
+                uint4 product = multiply_bf16(x[k], filler.gammas[k]);
+                if constexpr (!Tile::streamed) product = U::canonical(product);  // a word of a mailbox
                 const auto t = static_cast<std::uint32_t>(items[k].token), u = static_cast<std::uint32_t>(items[k].unit);
                 store_relaxed<Scope::device>(pool + (u >> 3) * (pool_block_bytes / 16) + t * 8 + ((u ^ t) & 7), product);
                 if (p.digest && is_inside(k)) digest += digest_of(product, items[k].token * p.latent_units + items[k].unit);
             }
-            fence_proxy_async_global();
-            __syncwarp();
-            if (lane == 0) {
-                fence<Scope::device>();
+            if constexpr (Tile::streamed) {
+                fence_proxy_async_global();
+                __syncwarp();
+                if (lane == 0) {
+                    fence<Scope::device>();
 #pragma unroll
-                for (int k = 0; k < n; ++k) {
-                    if (filler.item + k * grid >= filler.end) continue;
-                    add_relaxed<Scope::device>(pool_count(p, state, items[k].part, items[k].of_part / p.items_of_count), 1u);
+                    for (int k = 0; k < n; ++k) {
+                        if (filler.item + k * grid >= filler.end) continue;
+                        add_relaxed<Scope::device>(pool_count(p, state, items[k].part, items[k].of_part / p.items_of_count),
+                                                   1u);
+                    }
                 }
             }
 #pragma unroll
@@ -368,25 +378,64 @@ struct Gather {
             filler.item += threads / 32 * n * grid;
             locate(filler);
         }
-        if (thread == 0) store_shared(cta.bar(Barriers::latent_ready), 1);
+        if (Tile::streamed && thread == 0) store_shared(cta.bar(Barriers::latent_ready), 1);
         stamp<Tile>(p, latents_done, thread == 0);
         return digest;
     }
 
-    /// Once all warps have filled their part of the pool: a fence waits for whatever its multiprocessor has on the link, and
-    /// the latents of all need the link first.
+    /// This CTA's K from the pool, in passes, as `gather_latents`.
+    LATENT_MOE_DEVICE void gather_pool(const State& state) const {
+        constexpr int at_once = 4, block_units = Tile::token_bytes / 16;  // of a block, also of rows that are not there
+        const uint4* const from = pool_of(p, state.slot) + cta.first_block * (pool_block_bytes / 16);
+        const int blocks_of_pass = static_cast<int>(static_cast<unsigned>(p.gather_columns) / 8);
+#pragma unroll 1
+        for (int begin = 0, barrier = tokens_ready; begin < cta.blocks; begin += blocks_of_pass, ++barrier) {
+            const int end = min(begin + blocks_of_pass, cta.blocks) * block_units;
+#pragma unroll 1
+            for (int first = begin * block_units + thread; first < end; first += threads * at_once) {
+                const auto source = [&](int k) -> const uint4* {
+                    const int i = first + k * threads, of_block = i % block_units;
+                    if (i >= end || of_block / 8 >= p.tokens) return nullptr;
+                    return from + i / block_units * (pool_block_bytes / 16) + of_block;
+                };
+                uint4 v[at_once] = {};
+                wait_locally([&] {  // all together, also those that have come: else one would be loaded after the other
+                    bool there = true;
+#pragma unroll
+                    for (int k = 0; k < at_once; ++k) {
+                        if (const uint4* unit = source(k)) v[k] = load_relaxed<Scope::device>(unit);
+                    }
+#pragma unroll
+                    for (const uint4& each : v) there &= U::arrived(each);
+                    return there;
+                });
+#pragma unroll
+                for (int k = 0; k < at_once; ++k) {
+                    if (source(k)) store_shared(cta.memory + p.at.tokens + (first + k * threads) * 16, v[k]);
+                }
+            }
+            fence_proxy_async();  // ordinary stores, read by wgmma
+            __syncwarp();
+            arrive_threads_of(barrier, Tile::math_threads + threads);
+            if (begin == 0 && thread == 0) store_shared(cta.bar(Barriers::latent_ready), 1);
+        }
+        stamp<Tile>(p, last_latents_done, thread == threads - 32);
+    }
+
+    /// Where the pool is filled with fences, only once all warps have: a fence waits for whatever its multiprocessor has on
+    /// the link, and the latents of all need the link first.
     LATENT_MOE_DEVICE void publish_shared(const Slot<Cta>& slot) const {
-        sync_threads_of(tokens_ready, threads);
+        if constexpr (Tile::streamed) sync_threads_of(tokens_ready, threads);
         Publisher<Cta, 2> shared(cta, thread, threads, false);
         shared.load();
         shared.send_all(slot);
     }
 
-    // ---- 3. Σ shared. An item is a token and 8 columns that this CTA finishes; other warps begin than those that send
-    // squares.
+    // ---- 3. Σ shared. An item is a token and 8 columns that this CTA finishes; the last warps begin, since the first ones
+    // send squares and take columns.
 
     LATENT_MOE_DEVICE int first_shared_item() const {
-        return thread < threads / 2 ? thread + threads / 2 : thread - threads / 2;
+        return threads - 32 - thread / 32 * 32 + thread % 32;
     }
 
     struct SharedItem {
@@ -401,49 +450,56 @@ struct Gather {
         return load_relaxed<Scope::device>(p.shared.at(item.token, p.rank * p.column_units + item.unit));
     }
     LATENT_MOE_DEVICE bool has_shared_item(int i) const {
-        return i < cta.turns() * (p.tokens << cta.units_log2()) && shared_item(i).unit < p.column_units;
+        return i < cta.shared_items() && shared_item(i).unit < p.column_units;
     }
     LATENT_MOE_DEVICE uint4 first_own_shared() const {
         const int i = first_shared_item();
         return has_shared_item(i) ? own_shared(shared_item(i)) : uint4{};
     }
 
-    LATENT_MOE_DEVICE void gather_shared(const Slot<Cta>& slot, uint4 own) {
-        const int items = cta.turns() * (p.tokens << cta.units_log2());
+    /// Items that a thread takes together: all it has, if there is one peer.
+    static constexpr int shared_at_once = pair && Cta::known.turns == 1 && Cta::known.split > 0 &&
+                                                  Tile::tokens*(Tile::rows / 8 / std::max(1, Cta::known.split)) > threads
+                                              ? 2
+                                              : 1;
+
+    LATENT_MOE_DEVICE void gather_shared(const Slot<Cta>& slot, uint4 first_own) {
+        constexpr int n = shared_at_once;
 #pragma unroll 1
-        for (int i = first_shared_item(); i < items; i += threads) {
-            if (!has_shared_item(i)) continue;
-            const SharedItem item = shared_item(i);
-            if (i != first_shared_item()) own = own_shared(item);
-            const auto box = [&](int source) { return slot.shared_from(source) + item.token * p.column_units + item.unit; };
-            float sum[U::size] = {};
-            if (!p.exchange_shared) {
-                U::unpack(own, sum);
-            } else {
-                constexpr int at_once = pair ? 1 : 4;
-#pragma unroll 1
-                for (int first = 0; first < (pair ? 1 : cta.world()); first += at_once) {
-                    uint4 v[at_once];
-                    const auto source = [&](int k) { return pair ? 1 - p.rank : first + k; };
-                    take<at_once>(
-                        v, wait, Phase::scatter,
-                        [&](int k) -> const uint4* {
-                            return source(k) < cta.world() && source(k) != p.rank ? box(source(k)) : nullptr;
-                        },
-                        source);
-                    if constexpr (pair) {
-                        U::unpack(own, sum), add(sum, v[0]);
-                    } else {
+        for (int first = first_shared_item(); first < cta.shared_items(); first += threads * n) {
+            const auto exists = [&](int k) { return has_shared_item(first + k * threads); };
+            const auto box = [&](int k, int source) {
+                const SharedItem item = shared_item(first + k * threads);
+                return slot.shared_from(source) + item.token * p.column_units + item.unit;
+            };
+            uint4 own[n], theirs[n] = {};
 #pragma unroll
-                        for (int k = 0; k < at_once; ++k) {
-                            if (source(k) < cta.world()) add(sum, source(k) == p.rank ? own : v[k]);
-                        }
-                    }
-                }
+            for (int k = 0; k < n; ++k) {
+                own[k] = first_own;
+                if (exists(k) && (k > 0 || first != first_shared_item()))
+                    own[k] = own_shared(shared_item(first + k * threads));
             }
-            const std::uint32_t to = cta.memory + p.at.shared_sums + i * 32;
-            store_shared(to, make_float4(sum[0], sum[1], sum[2], sum[3]));
-            store_shared(to + 16, make_float4(sum[4], sum[5], sum[6], sum[7]));
+            if (pair && p.exchange_shared) {
+                take<n>(
+                    theirs, wait, Phase::scatter,
+                    [&](int k) -> const uint4* { return exists(k) ? box(k, 1 - p.rank) : nullptr; },
+                    [&](int) { return 1 - p.rank; });
+            }
+#pragma unroll
+            for (int k = 0; k < n; ++k) {
+                if (!exists(k)) continue;
+                float sum[U::size] = {};
+                if (!pair && p.exchange_shared) {
+                    add_ranks(
+                        Phase::scatter, [&](int source) { return box(k, source); }, [&] { return own[k]; }, sum);
+                } else {
+                    U::unpack(own[k], sum);
+                    if (p.exchange_shared) add(sum, theirs[k]);
+                }
+                const std::uint32_t to = cta.memory + p.at.shared_sums + (first + k * threads) * 32;
+                store_shared(to, make_float4(sum[0], sum[1], sum[2], sum[3]));
+                store_shared(to + 16, make_float4(sum[4], sum[5], sum[6], sum[7]));
+            }
         }
     }
 
@@ -458,16 +514,16 @@ struct Gather {
             if (p.release && thread == 0) release_dependents();
             const Slot<Cta> slot(cta, state.slot);
             const uint4 own = first_own_shared();
+            cluster::wait();  // the others' barriers are there; it invalidates a cache, so better while nothing is urgent
             const std::uint32_t digest = fill_pool(state, slot, pool_filler);
             publish_shared(slot);
-            cluster::wait();
+            if constexpr (!Tile::streamed) gather_pool(state);
             if (p.rms_norm) add_up_squares(cta, state, thread / 32, threads / 32, thread % 32);
             gather_shared(slot, own);
             __syncwarp();
             stamp<Tile>(p, shared_done, thread == 0);
             announce_and_finish(slot);
             if (p.digest) add_digest(p, state, digest);
-            sync_threads_of(squares_ready, threads + 32);  // the epoch is there
             finish_call(state, slot);
         } else {
             Place first{thread / p.gather_columns, thread % p.gather_columns};
@@ -479,23 +535,46 @@ struct Gather {
             if (p.release && thread == 0) release_dependents();
             copy_own_rows(state, first);
             const Slot<Cta> slot(cta, state.slot);
+            cluster::wait();  // as above
             gather_latents(slot, first, gamma);
-            if (p.digest && cta.cluster == 0) digest_latents(state, first);
-            const uint4 own = first_own_shared();
-            send_squares();
-            gather_shared(slot, own);
-            __syncwarp();
-            stamp<Tile>(p, shared_done, thread == 0);
-            announce_and_finish(slot);
+            if (p.rms_norm) {
+                if (thread < 32) {
+                    send_squares();
+                } else {
+                    arrive_threads_of(squares_ready, threads);
+                }
+            }
+            if (thread >= threads - cta.announcing_threads()) {
+                gather_shared(slot, first_own_shared());
+                __syncwarp();
+                stamp<Tile>(p, shared_done, thread == threads - 32);
+                announce_and_finish(slot);
+            }
             finish_call(state, slot);
+            if (p.digest && cta.cluster == 0) digest_latents(state, first);
         }
     }
 
+    /// Whole warps, no more than half of them.
+    LATENT_MOE_DEVICE int columns_of_cta_threads() const {
+        const std::uint32_t share = (p.tokens * p.column_units + gridDim.x - 1) / gridDim.x;
+        return min(static_cast<int>(share + 31) / 32 * 32, threads / 64 * 32);
+    }
+
     LATENT_MOE_DEVICE void finish_call(const State& state, const Slot<Cta>& slot) {
-        if (p.pool) rearm_pool(p, state, threads - 1 - thread, threads);
-        rearm(cta, state, threads - 1 - thread, threads);  // other warps first than those that wait for columns
-        gather_columns(cta, slot, wait, thread, threads);
-        stamp<Tile>(p, columns_came, thread == 0);
+        const bool columns = !Tile::receives || p.receivers == 0;
+        // With few tokens a few warps are enough for the columns, and the others re-arm; else all do both.
+        const int takers = Tile::pooled || !columns ? 0 : columns_of_cta_threads();
+        if (thread >= takers) {
+            const int last = threads - 1 - thread;  // others first than those that wait for columns
+            if (p.pool) rearm_pool(p, state, last, threads - takers);
+            rearm(cta, state, last, threads - takers);
+        }
+        if (columns && (takers == 0 || thread < takers)) {
+            gather_columns(cta, slot, wait, thread, takers == 0 ? threads : takers, blockIdx.x, gridDim.x);
+            stamp<Tile>(p, columns_came, thread == 0);
+        }
+        sync_threads_of(epoch_there, threads + 32);
         wait.report(cta.bar(Barriers::epoch));
     }
 };

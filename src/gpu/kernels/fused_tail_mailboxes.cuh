@@ -180,12 +180,14 @@ LATENT_MOE_DEVICE void take(uint4 (&v)[n], PeerWait& wait, Phase phase, At at, P
     }
 }
 
-/// Finished columns, as they come, into `out`. Each CTA takes a contiguous range of each peer's units.
+/// Finished columns, as they come, into `out`. Each of the CTAs that take them, this one of `takers`, has a contiguous range
+/// of each peer's units.
 template <class Cta>
-LATENT_MOE_DEVICE void gather_columns(const Cta& cta, const Slot<Cta>& slot, PeerWait& wait, int thread, int threads) {
+LATENT_MOE_DEVICE void gather_columns(const Cta& cta, const Slot<Cta>& slot, PeerWait& wait, int thread, int threads,
+                                      std::uint32_t taker, std::uint32_t takers) {
     const Params& p = cta.p;
-    const std::uint32_t all = p.tokens * p.column_units, share = (all + gridDim.x - 1) / gridDim.x;
-    const std::uint32_t begin = blockIdx.x * share, end = min(begin + share, all);
+    const std::uint32_t all = p.tokens * p.column_units, share = (all + takers - 1) / takers;
+    const std::uint32_t begin = taker * share, end = min(begin + share, all);
     for_each_peer(cta, [&](int source) {
         const uint4* box = slot.columns_from(source);
 #pragma unroll 1
@@ -209,8 +211,8 @@ LATENT_MOE_DEVICE std::uint32_t* pool_squares_of(const Params& p, std::uint32_t 
     return reinterpret_cast<std::uint32_t*>(p.pool + slot * p.pool_slot_bytes + std::int64_t{p.blocks} * pool_block_bytes);
 }
 
-/// Of the slot before `state.slot`, as `rearm`: the squares of all rows that the call before may have pooled, and the
-/// counts.
+/// Of the slot before `state.slot`, as `rearm`: the squares of all rows that the call before may have pooled, latents that
+/// may be polled, and the counts.
 LATENT_MOE_DEVICE void rearm_pool(const Params& p, const State& state, int thread, int threads) {
     const std::uint32_t slot = state.slot == 0 ? slots - 1 : state.slot - 1;
     const std::uint32_t rows = min(state.rows_before(), static_cast<std::uint32_t>(most_pooled_rows));
@@ -219,6 +221,14 @@ LATENT_MOE_DEVICE void rearm_pool(const Params& p, const State& state, int threa
     for (std::uint32_t i = blockIdx.x + thread * gridDim.x; i < all; i += step) {
         store_relaxed<Scope::device>(reinterpret_cast<uint4*>(pool_squares_of(p, slot)) + i,
                                      make_uint4(no_square, no_square, no_square, no_square));
+    }
+    // Which tile the call before had is not known here, so what may be polled is re-armed after every call.
+    const std::uint32_t of_block = min(rows, std::uint32_t{most_polled_rows}) * 8, units = p.blocks * of_block;
+#pragma unroll 1
+    for (std::uint32_t i = blockIdx.x + thread * gridDim.x; i < units; i += step) {
+        const std::uint32_t block = i / of_block;
+        store_relaxed<Scope::device>(pool_of(p, slot) + block * (pool_block_bytes / 16) + (i - block * of_block),
+                                     U::sentinel());
     }
     if (blockIdx.x == 0 && thread < max_split * pool_counts) {
         store_relaxed<Scope::device>(&head(p).pooled[slot][0][thread].items, 0u);
@@ -267,9 +277,9 @@ LATENT_MOE_DEVICE_CALL void keep_protocol(const Params& p, std::uint32_t epoch, 
     exchange_headers(x, call, static_cast<std::uint32_t>(p.tokens), lane);
 }
 
-/// A call of no rows: takes part in the protocol, re-arms, moves on. By all threads of every CTA.
+/// What a CTA without a tile does of a call: takes part in the protocol, re-arms, moves on. By all its threads.
 template <class Cta>
-LATENT_MOE_DEVICE void take_part(const Cta& cta, int thread, int threads) {
+LATENT_MOE_DEVICE State take_part(const Cta& cta, int thread, int threads) {
     constexpr int wave = static_cast<int>(wave_size);
     const Params& p = cta.p;
     dependency_wait();
@@ -284,6 +294,22 @@ LATENT_MOE_DEVICE void take_part(const Cta& cta, int thread, int threads) {
         rearm(cta, state, thread - wave, threads - wave);
         if (p.pool) rearm_pool(p, state, thread - wave, threads - wave);
     }
+    return state;
+}
+
+/// A CTA behind those with tiles: takes part, and the peers' columns with the others of its kind. By all its threads.
+template <class Cta>
+LATENT_MOE_DEVICE void receive_columns(const Cta& cta, int thread, int threads) {
+    const Params& p = cta.p;
+    dependency_wait();
+    if (thread == 0) {
+        store_shared(cta.bar(Barriers::epoch), load_relaxed<Scope::device>(&control(p.exchange).epoch[blockIdx.x]));
+    }
+    const State state = take_part(cta, thread, threads);
+    PeerWait wait(p);
+    gather_columns(cta, Slot<Cta>(cta, state.slot), wait, thread, threads, blockIdx.x - (gridDim.x - p.receivers),
+                   p.receivers);
+    wait.report(cta.bar(Barriers::epoch));
 }
 
 }  // namespace latent_moe::gpu::fused

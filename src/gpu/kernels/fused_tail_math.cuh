@@ -49,13 +49,13 @@ struct Math {
         // Places of the ring that are used again; a lane each.
         if (lane < min(p.ring, cta.turns() * cta.blocks - p.ring))
             mbarrier::init(cta.bar(Barriers::empty, lane), Tile::math_warps);
-        if (Tile::pooled && lane < min(p.token_ring, cta.turns() * cta.blocks - p.token_ring))
+        if (Tile::streamed && lane < min(p.token_ring, cta.turns() * cta.blocks - p.token_ring))
             mbarrier::init(cta.bar(Barriers::token_empty, lane), Tile::math_warps);
         if (lane == 0) {
 #pragma unroll
             for (int i = 0; i < Tile::signals; ++i) mbarrier::init(cta.bar(Barriers::received, i), 1);
             if (cta.turns() > 1) mbarrier::init(cta.bar(Barriers::may_send), cta.split());
-            if constexpr (Tile::pooled) {
+            if constexpr (Tile::streamed) {
 #pragma unroll
                 for (int i = 0; i < max_token_ring; ++i) {
                     mbarrier::init(cta.bar(Barriers::token_full, i), 1);
@@ -100,7 +100,7 @@ struct Math {
     struct Progress {
         int index = 0;                         ///< blocks multiplied, in all tiles
         int place = 0, round = 0;              ///< in the ring of weights
-        int token_place = 0, token_round = 0;  ///< in the ring of pooled latents
+        int token_place = 0, token_round = 0;  ///< in the ring of streamed latents
     };
 
     /// This warp's fragment: 16 rows of the tile, all tokens. The first time, the tokens are still being gathered.
@@ -117,23 +117,24 @@ struct Math {
         const int freed = cta.turns() * cta.blocks - p.ring;  // blocks whose place somebody waits for
         const std::uint32_t weights = cta.ring(0) + warp / 4 * 64 * PackedLayout::row_bytes,
                             tokens = cta.memory + p.at.tokens;
-        const int blocks_of_pass = Tile::pooled ? cta.blocks : static_cast<int>(static_cast<unsigned>(p.gather_columns) / 8);
+        const int blocks_of_pass =
+            Tile::streamed ? cta.blocks : static_cast<int>(static_cast<unsigned>(p.gather_columns) / 8);
         const int freed_tokens = cta.turns() * cta.blocks - p.token_ring;
         int block = 0;
 #pragma unroll 1
         for (int end = 0, barrier = tokens_ready; end < cta.blocks; ++barrier) {
             end = min(end + blocks_of_pass, cta.blocks);
-            if (!Tile::pooled && first_time) sync_threads_of(barrier, threads + Tile::gather_threads);
+            if (!Tile::streamed && first_time) sync_threads_of(barrier, threads + Tile::gather_threads);
 #pragma unroll 1
             for (; block < end; ++block) {
                 wait_locally(cta.bar(Barriers::full, at.place), at.round & 1);
                 stamp<Tile>(p, last_weights, thread == 0);
                 const std::uint64_t w = swizzled_operand(weights + at.place * Tile::weight_bytes);
-                if constexpr (Tile::pooled) {
+                if constexpr (Tile::streamed) {
                     wait_locally(cta.bar(Barriers::token_full, at.token_place), at.token_round & 1);
                 }
                 const std::uint64_t t =
-                    swizzled_operand(tokens + (Tile::pooled ? at.token_place : block) * Tile::token_bytes);
+                    swizzled_operand(tokens + (Tile::streamed ? at.token_place : block) * Tile::token_bytes);
                 wgmma_begin();
 #pragma unroll
                 for (int step = 0; step < 4; ++step) {
@@ -145,8 +146,8 @@ struct Math {
                 }
                 wgmma_commit();
                 const bool frees_weights = at.index > 0 && at.index <= freed;
-                const bool frees_tokens = Tile::pooled && at.index > 0 && at.index <= freed_tokens;
-                if (Tile::pooled || frees_weights) wgmma_wait<1>();  // the block before this one
+                const bool frees_tokens = Tile::streamed && at.index > 0 && at.index <= freed_tokens;
+                if (Tile::streamed || frees_weights) wgmma_wait<1>();  // the block before this one
                 if (frees_weights || frees_tokens) {
                     const int lane = thread % 32;
                     if (frees_weights && lane == 0)
@@ -157,11 +158,11 @@ struct Math {
                 }
                 ++at.index;
                 if (++at.place == p.ring) at.place = 0, ++at.round;
-                if (Tile::pooled && ++at.token_place == p.token_ring) at.token_place = 0, ++at.token_round;
+                if (Tile::streamed && ++at.token_place == p.token_ring) at.token_place = 0, ++at.token_round;
             }
         }
         wgmma_wait<0>();
-        if constexpr (Tile::pooled) {
+        if constexpr (Tile::streamed) {
 #pragma unroll
             for (auto& chain : acc) {
 #pragma unroll
@@ -194,8 +195,12 @@ struct Math {
     // ---- the columns. An item is a token and a few columns: with few tokens two, so that all threads have some.
 
     static constexpr int item_columns = Tile::tokens <= 16 ? 2 : 4;
+    /// Whether no thread has more than one item, whatever the tokens.
+    static constexpr bool one_item = Cta::known.turns == 1 && Cta::known.split > 0 &&
+                                     Tile::tokens*(Tile::rows / std::max(1, Cta::known.split)) / item_columns <= threads;
+    static_assert(!one_item || Tile::signals == 1, "`run` waits for one signal there");
     /// The gathering warps take some, too: where there are many, and one tile.
-    static constexpr bool shared_out = Tile::pooled && Cta::known.turns == 1;
+    static constexpr bool shared_out = Tile::pooled && Cta::known.turns == 1 && !one_item;
     static constexpr int finishing_threads = threads + (shared_out ? Tile::gather_threads : 0);
     static constexpr int item_words = item_columns / 2;
     static constexpr int items_of_unit = 8 / item_columns;
@@ -296,51 +301,79 @@ struct Math {
         factor = p.rms_norm ? p.scale * rms_factor(squares, p.inverse_latent, p.epsilon) : p.scale;
     }
 
+    /// What finishing an item needs that does not wait for the parts: gathered before they come.
+    struct Prepared {
+        Words prefix;
+        float shared[item_columns];
+        std::uint32_t *to_peer, *to_out;  ///< `to_peer`: of a single one
+    };
+    LATENT_MOE_DEVICE std::uint32_t* column_word(const Slot<Cta>& slot, int peer, const Item& i) const {
+        return reinterpret_cast<std::uint32_t*>(slot.columns_to(peer)) + i.token * p.column_units * 4 + i.word;
+    }
+    /// After `shared_ready`.
+    LATENT_MOE_DEVICE Prepared prepare(const Slot<Cta>& slot, int turn, const Item& i, int index,
+                                       const Words& prefix) const {
+        Prepared r;
+        r.prefix = prefix;
+        const std::uint32_t shared_at = cta.memory + p.at.shared_sums + (turn * item_count() + index) * (item_columns * 4);
+#pragma unroll
+        for (int e = 0; e < item_columns; ++e) r.shared[e] = load_shared<float>(shared_at + e * 4);
+        r.to_peer = Cta::pair ? column_word(slot, 1 - p.rank, i) : nullptr;
+        r.to_out = word_of(p.out, i);
+        return r;
+    }
+    /// Once the parts are there. `get_prepared` gives what is prepared, or prepares it only now: where a thread has several
+    /// items, it would be in the way of the sums.
+    template <class GetPrepared>
+    LATENT_MOE_DEVICE void finish_item(const Slot<Cta>& slot, const Item& i, GetPrepared get_prepared,
+                                       [[maybe_unused]] const Scales& scales) const {
+        using E = Element<Dtype::bf16>;
+        float sum[item_columns], factor;
+        sum_parts(i, sum, factor);
+        const Prepared prepared = get_prepared();
+        Words result;
+#pragma unroll
+        for (int w = 0; w < item_words; ++w) {
+            float two[2], last[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                // A factor of 0 (the squares overflowed): the row's latents count as 0, however large they are.
+                float product = p.rms_norm && factor == 0 ? 0 : factor * sum[2 * w + e];
+                if constexpr (Tile::known.float8) {
+                    product *= scales.at[2 * w + e];
+                } else if (p.column_scales) {
+                    product *= p.column_scales[2 * (i.word + w) + e];
+                }
+                two[e] = prepared.shared[2 * w + e] + product;
+            }
+            result.at[w] = E::pack(two);
+            if (p.prefix.data) {
+                E::unpack(result.at[w], two), E::unpack(prepared.prefix.at[w], last);
+                two[0] += last[0], two[1] += last[1];
+                result.at[w] = E::pack(two);
+            }
+            result.at[w] = E::canonical(result.at[w]);
+        }
+        if constexpr (Cta::pair) {
+            store(prepared.to_peer, result);
+        } else {
+            for_each_peer(cta, [&](int peer) { store(column_word(slot, peer, i), result); });
+        }
+        store(prepared.to_out, result);
+    }
+
     LATENT_MOE_DEVICE void finish(const Slot<Cta>& slot, int turn, const Item& first, const Words& first_prefix,
                                   const Scales& first_scales) const {
-        using E = Element<Dtype::bf16>;
 #pragma unroll 1
         for (int index = thread; index < item_count(); index += finishing_threads) {
             const Item i = index == thread ? first : item(cta.tile(turn), index);
             if (!i.exists) continue;
             const Words prefix = index == thread ? first_prefix : prefix_of(i);
-            [[maybe_unused]] const Scales scales = index == thread ? first_scales : scales_of(i);
-            float sum[item_columns], factor, shared[item_columns];
+            const Scales scales = index == thread ? first_scales : scales_of(i);
             if constexpr (Tile::signals > 1)
                 wait_locally(cta.bar(Barriers::received, i.token / Tile::tokens_of_signal), turn & 1);
-            sum_parts(i, sum, factor);
-            const std::uint32_t shared_at =
-                cta.memory + p.at.shared_sums + (turn * item_count() + index) * (item_columns * 4);
-#pragma unroll
-            for (int e = 0; e < item_columns; ++e) shared[e] = load_shared<float>(shared_at + e * 4);
-            Words result;
-#pragma unroll
-            for (int w = 0; w < item_words; ++w) {
-                float two[2], last[2];
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    // A factor of 0 (the squares overflowed): the row's latents count as 0, however large they are.
-                    float product = p.rms_norm && factor == 0 ? 0 : factor * sum[2 * w + e];
-                    if constexpr (Tile::known.float8) {
-                        product *= scales.at[2 * w + e];
-                    } else if (p.column_scales) {
-                        product *= p.column_scales[2 * (i.word + w) + e];
-                    }
-                    two[e] = shared[2 * w + e] + product;
-                }
-                result.at[w] = E::pack(two);
-                if (p.prefix.data) {
-                    E::unpack(result.at[w], two), E::unpack(prefix.at[w], last);
-                    two[0] += last[0], two[1] += last[1];
-                    result.at[w] = E::pack(two);
-                }
-                result.at[w] = E::canonical(result.at[w]);
-            }
-            for_each_peer(cta, [&](int peer) {
-                store(reinterpret_cast<std::uint32_t*>(slot.columns_to(peer)) + i.token * p.column_units * 4 + i.word,
-                      result);
-            });
-            store(word_of(p.out, i), result);
+            finish_item(
+                slot, i, [&] { return prepare(slot, turn, i, index, prefix); }, scales);
         }
     }
 
@@ -372,10 +405,20 @@ struct Math {
                 wait_locally([&] { return try_wait_cluster(cta.bar(Barriers::may_send), (turn - 1) & 1); });
             }
             send_fragment(sum);
-            if (turn == 0) sync_threads_of(shared_ready, threads + Tile::gather_threads);
-            if constexpr (Tile::signals == 1) wait_locally(cta.bar(Barriers::received), turn & 1);
-            stamp<Tile>(p, parts_there, thread == 0);
-            finish(slot, turn, first, prefix, scales);
+            if (turn == 0) sync_threads_of(shared_ready, threads + cta.announcing_threads());
+            if constexpr (one_item) {
+                Prepared prepared{};
+                if (first.exists) prepared = prepare(slot, 0, first, thread, prefix);
+                wait_locally(cta.bar(Barriers::received), 0);
+                stamp<Tile>(p, parts_there, thread == 0);
+                if (first.exists)
+                    finish_item(
+                        slot, first, [&] { return prepared; }, scales);
+            } else {
+                if constexpr (Tile::signals == 1) wait_locally(cta.bar(Barriers::received), turn & 1);
+                stamp<Tile>(p, parts_there, thread == 0);
+                finish(slot, turn, first, prefix, scales);
+            }
             if constexpr (Tile::signals > 1) {
                 // Nobody leaves, and no phase is begun, before all has come, also what is of no token.
 #pragma unroll 1
@@ -395,7 +438,11 @@ struct Math {
                 }
             }
         }
-        if (warp == 0) store_state(p, state, thread);
+        if (warp == 0) {
+            // The gathering warps have loaded theirs: they announced something since. So has the token warp.
+            sync_threads_of(state_loaded, 2 * 32);
+            store_state(p, state, thread);
+        }
     }
 };
 

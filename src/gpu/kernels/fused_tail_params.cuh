@@ -15,8 +15,9 @@ namespace latent_moe::gpu::fused {
 /// Of shared memory: leaves room for a neighbouring kernel's reserved kilobyte, so that both can be resident.
 inline constexpr int max_shared_bytes = 231'424;
 inline constexpr int max_split = 8;
-inline constexpr int tick_log2_ns = 20;   ///< waits are timed in ticks of a millisecond
-inline constexpr int fragment_rows = 16;  ///< of W: one warp's part of a wgmma
+inline constexpr int tick_log2_ns = 20;      ///< waits are timed in ticks of a millisecond
+inline constexpr int fragment_rows = 16;     ///< of W: one warp's part of a wgmma
+inline constexpr int most_polled_rows = 32;  ///< of the pool: see `Tile::streamed`
 
 /// What a kernel is compiled for. A `known` of 0 is read at run time; knowing it makes the kernel smaller, and every
 /// instruction that need not be fetched counts: most of the code runs once.
@@ -40,24 +41,29 @@ struct Tile {
     static constexpr int rows = rows_;      ///< of W
     static constexpr Known known = known_;
 
-    /// Latents are summed once a GPU (fused_tail_pool.cuh), not once a cluster.
+    /// Latents are summed once a GPU, into a pool (fused_tail_pool.cuh), not once a cluster;
     static constexpr bool pooled = tokens >= 32;
+    /// and come from there by bulk copies, through a ring. Else the gathering warps poll the pool, as they poll mailboxes.
+    static constexpr bool streamed = tokens > most_polled_rows;
 
     // Roles, in the order of the warps.
     static constexpr int math_warps = rows / fragment_rows;
     // With the others a multiple of 4, by which registers are shared out.
-    static constexpr int gather_warps = !pooled ? 14 : (tokens <= 64 ? 21 : 17) - math_warps;
+    static constexpr int gather_warps = !streamed ? 14 : (tokens <= 64 ? 21 : 17) - math_warps;
     static constexpr int weight_warp = math_warps + gather_warps;
     static constexpr int protocol_warp = weight_warp + 1;
-    static constexpr int token_warp = protocol_warp + 1;  ///< if pooled
+    static constexpr int token_warp = protocol_warp + 1;  ///< if streamed
     static constexpr int math_threads = math_warps * 32;
     static constexpr int gather_threads = gather_warps * 32;
-    static constexpr int threads = (protocol_warp + 1 + (pooled ? 1 : 0)) * 32;
+    static constexpr int threads = (protocol_warp + 1 + (streamed ? 1 : 0)) * 32;
 
     /// Items of the pool that a warp sums together, with one fence.
     static constexpr int items_at_once = tokens <= 64 ? 1 : rows == 64 ? 2 : 3;
+    /// Whether CTAs without a tile may take the peers' columns, so that the others leave once their own are sent, and the
+    /// next call's weights come that much sooner.
+    static constexpr bool receives = !pooled && known.turns == 1 && known.world != 0;
     /// Rows that a thread polls together, if there is one peer.
-    static constexpr int gather_at_once = tokens <= 8 ? 2 : tokens <= 32 ? 4 : 6;
+    static constexpr int gather_at_once = tokens <= 8 ? 1 : tokens <= 32 ? 4 : 6;
 
     static constexpr int packed_bytes = known.float8 ? PackedFloat8Layout::block_bytes : PackedLayout::block_bytes;
     static constexpr int weight_bytes = packed_bytes / PackedLayout::tile_rows * rows;  ///< of one block of 64 columns
@@ -91,7 +97,7 @@ struct Tile {
 /// squares | block squares |. Ring and tokens are aligned to 1 KB for the swizzle.
 inline constexpr int at_ring = 1024;
 struct SharedLayout {
-    int tokens;         ///< Σ routed · γ as wgmma reads it: blocks of [tokens, 64 columns], swizzled; if pooled, a ring
+    int tokens;         ///< Σ routed · γ as wgmma reads it: blocks of [tokens, 64 columns], swizzled; if streamed, a ring
     int parts;          ///< fragments of the product from every CTA of the cluster
     int shared_sums;    ///< float32 Σ shared of this CTA's columns: [tile][token][rows / split]
     int squares;        ///< sums of squares: [part of K][token]
@@ -99,7 +105,7 @@ struct SharedLayout {
     int bytes;
 };
 
-/// Places for blocks of pooled latents, at most.
+/// Places for blocks of streamed latents, at most.
 inline constexpr int max_token_ring = 16;
 
 /// mbarriers, then single words.
@@ -108,7 +114,7 @@ struct Barriers {
     static constexpr int empty = full + 8 * 24;        ///< [24] it has been multiplied
     static constexpr int received = empty + 8 * 24;    ///< [4] parts (and, for the first tile, squares) of the whole cluster
     static constexpr int may_send = received + 8 * 4;  ///< the cluster has read the parts of the tile before
-    static constexpr int token_full = may_send + 8;    ///< [16] a block of pooled latents has come,
+    static constexpr int token_full = may_send + 8;    ///< [16] a block of streamed latents has come,
     static constexpr int token_empty = token_full + 8 * max_token_ring;  ///< [16] it has been multiplied
     static constexpr int epoch = token_empty + 8 * max_token_ring;       ///< word: this call's
     static constexpr int latent_ready = epoch + 4;                       ///< word, a hint for the weight warp
@@ -117,8 +123,16 @@ struct Barriers {
 static_assert(Barriers::bytes <= at_ring);
 
 /// Named barriers of a CTA; 0 is __syncthreads. The latents are gathered in passes over K, each with a barrier of its own.
-enum NamedBarrier : int { squares_ready = 1, shared_ready = 2, parts_read = 3, tokens_ready = 4 };
 inline constexpr int max_passes = 8;
+enum NamedBarrier : int {
+    squares_ready = 1,
+    shared_ready = 2,
+    parts_read = 3,
+    epoch_there = 4,
+    tokens_ready = 5,                          ///< and the next ones
+    state_loaded = tokens_ready + max_passes,  ///< by the protocol warp: nobody else waits for it
+};
+inline constexpr int most_blocks_of_pass = 6;  ///< where the pool is polled: four units a thread, which it polls together
 
 /// Of the pool (fused_tail_pool.cuh): units of columns that a warp sums at a time; rows of the largest tile, for which there
 /// is room whatever the tile; a sum of squares that has not come (a NaN that no arithmetic gives).
@@ -135,6 +149,7 @@ struct Params {
     int tokens;
     int blocks;  ///< of 64 columns of W
     int tiles, clusters, split_log2;
+    int receivers;  ///< CTAs, the last of the grid, that only take the peers' columns
     int ring, token_ring, in_flight_early, in_flight_late, prefetch_blocks, prefetch_at_once, prefetch_clocks;
     int latent_units;    ///< L / 8
     int column_units;    ///< H / world / 8
@@ -230,6 +245,14 @@ struct Cta {
     LATENT_MOE_DEVICE int units() const { return 1 << units_log2(); }
     /// Among this rank's units of columns, the first that this CTA finishes.
     LATENT_MOE_DEVICE int first_unit(int tile) const { return tile * (Tile::rows / 8) + part * units(); }
+
+    /// Of Σ shared: a row's unit that this CTA finishes.
+    LATENT_MOE_DEVICE int shared_items() const { return turns() * (p.tokens << units_log2()); }
+    /// The gathering threads that the math warps wait for, the last ones: whoever has a part in Σ shared or, if pooled, in
+    /// the squares. With few tokens the others have only latents, or nothing.
+    LATENT_MOE_DEVICE int announcing_threads() const {
+        return Tile::pooled ? Tile::gather_threads : min(Tile::gather_threads, (shared_items() + 31) / 32 * 32);
+    }
 };
 
 #endif

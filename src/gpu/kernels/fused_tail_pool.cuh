@@ -3,21 +3,24 @@
 //     an item is up to 256 columns of a row, inside one part of K; each gathering warp takes some:
 //         own row, the peers' from their mailboxes ─▶ Σ, rounded ─▶ · γ, rounded ─▶ pool, as wgmma reads it ─▶ count
 //                                                               └─▶ Σ squares ───▶ pool
-//     one warp of each CTA: a count of its part of K is whole ─▶ bulk copies, block by block, into a ring in shared memory
+//     33 rows and more: one warp of each CTA: a count of its part of K is whole ─▶ bulk copies into a ring in shared memory
+//     up to 32 rows:    the gathering warps poll their CTA's part of K, unit by unit, and store it in shared memory
 //     gathering warps: each row's squares, added up in the order of parts and items
 //
 // Items, the sending of latents (fused_tail_publish.cuh) and the counts go through K in the same order, so that the product
 // begins with the first columns while the last are still on the link.
 //
-// MEMORY ORDER, all of it inside one GPU. Each lane's stores to the pool, its proxy fence → barrier of the warp → one lane's
+// MEMORY ORDER, all of it inside one GPU. What is polled is a mailbox (mailbox.h): what is not the sentinel has come, and no
+// order is needed. It saves the fence and the count, some 2 µs, and costs instructions, which with many rows are more. For
+// bulk copies: each lane's stores to the pool, its proxy fence → barrier of the warp → one lane's
 // fence, and its addition to the count → load of the count with acquire → barrier of the warp → bulk copies. PTX asks for a
 // proxy fence on the way from ordinary stores to a bulk copy; at the reader's end it took a microsecond a count, behind
-// copies under way. The squares are a mailbox (mailbox.h): no count covers them; what is not `no_square` has come. Latents,
-// squares and counts have a slot for each slot of the mailboxes; squares and counts are re-armed with it, a call later.
-// Latents need not be: they are written again three calls later, and the kernels that read them have ended.
+// copies under way. The squares are a mailbox too: no count covers them; what is not `no_square` has come. Latents, squares
+// and counts have a slot for each slot of the mailboxes, and are re-armed with it, a call later; of latents the rows that
+// may be polled. Others need not be: they are written again three calls later, and the kernels that read them have ended.
 //
-// A fence waits for all that its multiprocessor has under way, stores to peers too. So shared slices leave only when the
-// CTA has filled its part of the pool.
+// A fence waits for all that its multiprocessor has under way, stores to peers too. So where there are fences, shared slices
+// leave only when the CTA has filled its part of the pool.
 //
 // Here nobody waits with a bound: what is waited for depends on warps of this grid, which is resident as a whole, and their
 // own waits for peers are bounded.

@@ -30,7 +30,8 @@ struct Publisher {
         const int peers = cta.world() - 1;
         const std::uint32_t all = latents ? (peers > 0 ? p.tokens * p.latent_units : 0)
                                           : (p.exchange_shared ? p.tokens * p.column_units * peers : 0);
-        const std::uint32_t share = (all + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
+        const std::uint32_t senders = gridDim.x - p.receivers;
+        const std::uint32_t share = (all + senders - 1) / senders, begin = blockIdx.x * share;
         next = begin + thread, end = min(begin + share, all);
         locate();
     }

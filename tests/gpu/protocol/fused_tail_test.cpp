@@ -80,15 +80,17 @@ protected:
         }
     }
 
-    void launch_tail(emulated::Stream& stream, int rank, int rows, std::uint64_t timeout_ns) {
+    /// `receivers`: CTAs more, which take the peers' columns.
+    void launch_tail(emulated::Stream& stream, int rank, int rows, std::uint64_t timeout_ns, unsigned receivers = 0) {
         Tensors& t = *tensors[static_cast<std::size_t>(rank)];
         const auto rows_of = [](std::vector<uint4>& units, int row_units) {
             return UnitRows{reinterpret_cast<char*>(units.data()), std::int64_t{16} * row_units};
         };
-        const fused::Params p =
+        fused::Params p =
             small_fused::params(shape, windows.exchange(rank, timeout_ns), rows, rows_of(t.routed, latent_units),
                                 rows_of(t.shared, column_units * world), rows_of(t.out, column_units * world));
-        stream.launch({ctas, waves * wave}, [&] {
+        p.receivers = rows == 0 ? 0 : static_cast<int>(receivers);
+        stream.launch({ctas + static_cast<unsigned>(p.receivers), waves * wave}, [&] {
             if (world == 2) {
                 run_role(small_fused::Cta<2>(p, 0), t);
             } else {
@@ -101,7 +103,8 @@ private:
     template <class Cta>
     static void run_role(const Cta& cta, Tensors& t) {
         const int thread = static_cast<int>(threadIdx.x), lane = static_cast<int>(threadIdx.x % wave);
-        if (cta.p.tokens == 0) return fused::take_part(cta, thread, waves * wave);
+        if (cta.p.tokens == 0) return static_cast<void>(fused::take_part(cta, thread, waves * wave));
+        if (blockIdx.x >= ctas) return fused::receive_columns(cta, thread, waves * wave);
         Roles& mine = t.roles[blockIdx.x];
         switch (threadIdx.x / wave) {
             case 0: return small_fused::protocol(cta, mine, lane);
@@ -116,7 +119,7 @@ TEST_P(FusedTailOnHostThreads, GivesThePlainSumWhileTheRowsShrinkAndGrow) {
     const unsigned calls = calls_of_all_ranks / static_cast<unsigned>(world);
     std::vector<int> rows(calls);
     for (int& r : rows) r = random() % 4 == 0 ? capacity : static_cast<int>(random() % (capacity + 1));
-    emulated::run(world, {ctas, waves * wave}, [&](int rank, emulated::Stream& stream) {
+    emulated::run(world, {ctas + 1, waves * wave}, [&](int rank, emulated::Stream& stream) {
         Tensors& t = *tensors[static_cast<std::size_t>(rank)];
         const int out_units = column_units * world, first_shared = capacity * latent_units;
         const auto for_own = [](int count, auto body) {
@@ -138,7 +141,7 @@ TEST_P(FusedTailOnHostThreads, GivesThePlainSumWhileTheRowsShrinkAndGrow) {
                 for_own(rows[call] * latent_units, [&](int i) { t.routed[i] = summand(rank, call, i); });
                 for_own(rows[call] * out_units, [&](int i) { t.shared[i] = summand(rank, call, first_shared + i); });
             });
-            launch_tail(stream, rank, rows[call], an_hour);
+            launch_tail(stream, rank, rows[call], an_hour, call % 3 == 0 ? 0 : 1);  // grids change too
         }
     });
     for (int r = 0; r < world; ++r) {

@@ -229,7 +229,7 @@ struct FusedTailModel : Grids<FusedTailModel, 2, 3> {
                                                     rows_at(partials[rank][call]), rows_at(out[rank][call]));
         const Cta cta(p, 0);
         Shared& mine = shared[rank][model::self().cta];
-        if (p.tokens == 0) return fused::take_part(cta, thread, of_cta);
+        if (p.tokens == 0) return static_cast<void>(fused::take_part(cta, thread, of_cta));
         switch (thread / world) {
             case 0: return small_fused::protocol(cta, mine, thread);
             case 1: return small_fused::math(cta, mine, thread % world, world);

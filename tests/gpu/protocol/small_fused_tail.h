@@ -81,11 +81,11 @@ void sum_of_ranks(const Cta& cta, PeerWait& wait, Phase phase, uint4 own, Box bo
     }
 }
 
-/// Calls `body(i)` for the units i of `count` that are this thread's, if CTAs share them.
+/// Calls `body(i)` for the units i of `count` that are this thread's, if the CTAs but those that only receive share them.
 template <class Body>
-void for_units_of_cta(int count, int thread, int threads, Body body) {
-    for (int i = static_cast<int>(blockIdx.x) * threads + thread; i < count; i += static_cast<int>(gridDim.x) * threads)
-        body(i);
+void for_units_of_cta(const Params& p, int count, int thread, int threads, Body body) {
+    const int sharers = static_cast<int>(gridDim.x) - p.receivers;
+    for (int i = static_cast<int>(blockIdx.x) * threads + thread; i < count; i += sharers * threads) body(i);
 }
 
 /// `Shared` is what the roles of a CTA share: `latents[i]`, `columns[i]` (float[U::size], by unit), `squares_ready` and
@@ -107,18 +107,18 @@ void math(const Cta& cta, Shared& shared, int thread, int threads) {
     dependency_wait();
     const State state = fused::load_state(p);
     const Slot<Cta> slot(cta, state.slot);
-    for_units_of_cta(p.tokens * p.latent_units, thread, threads, [&](int i) {
+    for_units_of_cta(p, p.tokens * p.latent_units, thread, threads, [&](int i) {
         const uint4 value = U::canonical(load16(p.routed.at(i / p.latent_units, i % p.latent_units)));
         fused::for_each_peer(cta, [&](int peer) { store_relaxed(slot.latents_to(peer) + i, value); });
     });
     fused::for_each_peer(cta, [&](int peer) {
-        for_units_of_cta(p.tokens * p.column_units, thread, threads, [&](int i) {
+        for_units_of_cta(p, p.tokens * p.column_units, thread, threads, [&](int i) {
             const uint4* from = p.shared.at(i / p.column_units, peer * p.column_units + i % p.column_units);
             store_relaxed(slot.shared_to(peer) + i, U::canonical(load16(from)));
         });
     });
     shared.shared_ready.sync();
-    for_units_of_cta(p.tokens * p.column_units, thread, threads, [&](int i) {
+    for_units_of_cta(p, p.tokens * p.column_units, thread, threads, [&](int i) {
         const int row = i / p.column_units, unit = i % p.column_units;
         float sum[U::size];
         for (int e = 0; e < U::size; ++e)
@@ -148,7 +148,7 @@ void gather(const Cta& cta, Shared& shared, int thread, int threads) {
     }
     if (blockIdx.x == 0) fused::add_digest(p, state, digest);
     shared.squares_ready.sync();
-    for_units_of_cta(p.tokens * p.column_units, thread, threads, [&](int i) {
+    for_units_of_cta(p, p.tokens * p.column_units, thread, threads, [&](int i) {
         const uint4 own =
             U::canonical(load16(p.shared.at(i / p.column_units, p.rank * p.column_units + i % p.column_units)));
         float sum[U::size] = {};
@@ -158,7 +158,7 @@ void gather(const Cta& cta, Shared& shared, int thread, int threads) {
     });
     shared.shared_ready.arrive();
     fused::rearm(cta, state, threads - 1 - thread, threads);
-    fused::gather_columns(cta, slot, wait, thread, threads);
+    if (p.receivers == 0) fused::gather_columns(cta, slot, wait, thread, threads, blockIdx.x, gridDim.x);
     wait.report(fused::Barriers::epoch);
 }
 
