@@ -11,7 +11,7 @@ class FaultRecords {
 public:
     FaultRecords(int rank, int timeout_ms);
 
-    static constexpr int lanes = 4;        ///< main, side, the fused tail's own, and the self-check's
+    static constexpr int lanes = 5;  ///< main, side, the fused tail's own, the self-check's, the token-parallel kernel's
     static constexpr int loading = lanes;  ///< the record of kernels that are only being loaded: nobody reads it
     FaultRecord* record(int index) const noexcept { return &memory()->records[index]; }
 

@@ -22,6 +22,7 @@
 #include "gpu/kernels/convert.h"
 #include "gpu/kernels/kernels.h"
 #include "gpu/lane.h"
+#include "gpu/lane_grids.h"
 #include "gpu/machine.h"
 #include "gpu/nccl_communicator.h"
 #include "gpu/packed_layer.h"
@@ -30,6 +31,7 @@
 #include "gpu/runtime/resources.h"
 #include "gpu/runtime/vendor.h"
 #include "gpu/spinning_grids.h"
+#include "gpu/token_parallel_part.h"
 #include "gpu/topology.h"
 #include "gpu/trace_range.h"
 #include "gpu/views.h"
@@ -62,6 +64,11 @@ enum LaneIndex : int { main_lane, side_lane, lane_count };
 constexpr int fused_record = lane_count;
 /// So has the self-check.
 constexpr int check_record = lane_count + 1;
+/// And the kernel that is a whole token-parallel tail.
+constexpr int token_parallel_record = lane_count + 2;
+
+/// Tokens from which it is taken: never, until it has been measured in a context (docs/decisions/0011-prefill-kernel.md).
+constexpr std::int64_t token_parallel_pays_from = INT64_MAX;
 
 class GpuBackend final : public Backend {
 public:
@@ -170,8 +177,11 @@ public:
         });
         LaneGrids grids{};
         if (world() > 1) {
-            const int room = (topology_.multiprocessors - options_.reserved_sms) / topology_.sharing;
-            fused_.emplace(bootstrap_, shape_, options_, room);
+            // All ranks cut their grids the same way.
+            const Room room = room_of(topology_.multiprocessors, options_.reserved_sms, topology_.free_for_a_cluster);
+            const int ctas_of_rank = ctas_of_each(room, topology_.sharing);
+            fused_.emplace(bootstrap_, shape_, options_, ctas_of_rank);
+            token_parallel_.emplace(bootstrap_, shape_, options_, token_parallel_from_, ctas_of_rank);
             acquire_window();
             if (nccl_exchange_ == nullptr && communicator_ != nullptr) {
                 together(bootstrap_, "workspace", [&] {
@@ -181,8 +191,8 @@ public:
             }
             if (has_window()) {
                 // A rank's lanes and its fused tail follow one another on its streams, so the larger counts.
-                grids = lane_grids(topology_.multiprocessors, options_.reserved_sms, topology_.sharing, fused_->grid());
-                const int ctas = std::max(grids.alone, fused_->grid());
+                grids = lane_grids(room, topology_.sharing, fused_->grid());
+                const int ctas = std::max({grids.alone, fused_->grid(), token_parallel_->grid()});
                 together(bootstrap_, "co-residency",
                          [&] { reservation_ = GridReservation(topology_.device, ctas, options_.reserved_sms); });
                 choose_fused_cut();
@@ -216,6 +226,7 @@ public:
         if (peer_memory_ != nullptr && communicator_ != nullptr && communicator_->has_ended())
             peer_memory_->forget_communicator();
         peer_memory_.reset();
+        token_parallel_.reset();
         product_->release_workspace();
         if (fused_) fused_->release_workspace();
         if (check_) check_->release();
@@ -228,7 +239,8 @@ public:
 
     std::size_t workspace_bytes() const noexcept override {
         return latent_.bytes() + product_out_.bytes() + shared_.bytes() + combined_.bytes() + product_->workspace_bytes() +
-               (fused_ ? fused_->workspace_bytes() : 0) + (check_ ? check_->workspace_bytes() : 0) +
+               (fused_ ? fused_->workspace_bytes() : 0) + (token_parallel_ ? token_parallel_->workspace_bytes() : 0) +
+               (check_ ? check_->workspace_bytes() : 0) +
                (peer_memory_ != nullptr && has_window() ? static_cast<std::size_t>(all_window_bytes()) : 0) +
                (nccl_exchange_ != nullptr ? nccl_exchange_->workspace_bytes() : 0);
     }
@@ -336,6 +348,15 @@ public:
         fused_->run(call, layer, fused_exchange_, overlaps_, main_->stream());
     }
 
+    bool whole_token_parallel_tail(const TailCall& call) override {
+        const auto& layer = static_cast<const GpuPackedLayer&>(call.layer);
+        if (!token_parallel_ || !token_parallel_->takes(call, layer)) return false;
+        token_parallel_exchange_.layer = static_cast<std::int32_t>(identity_.layer);
+        token_parallel_exchange_.tail = static_cast<std::uint32_t>(Tail::token_parallel);
+        token_parallel_->run(call, layer, token_parallel_exchange_, main_->stream());
+        return true;
+    }
+
     DeviceCheck* device_check() noexcept override { return check_ && (world() == 1 || has_window()) ? &*check_ : nullptr; }
 
     std::span<std::byte> peer_window() const noexcept override {
@@ -358,6 +379,7 @@ public:
             if (peer_memory_ != nullptr && has_window()) records_->abort(window_base(rank(), lane));
         }
         if (fused_ && fused_->missing().empty()) records_->abort(fused_base(rank()));
+        if (token_parallel_ && token_parallel_->missing().empty()) records_->abort(token_parallel_base(rank()));
         if (check_ && peer_memory_ != nullptr && has_window()) records_->abort(check_base(rank()));
         if (communicator_ != nullptr) communicator_->abort({StatusCode::aborted, reason});
         bootstrap_.transport->abort(reason);
@@ -424,6 +446,7 @@ private:
         bulk_from_bytes_ = agreed_number("LATENT_MOE_BULK_FROM_BYTES", bulk_pays_from_bytes);
         one_stage_bytes_ = agreed_number("LATENT_MOE_ONE_STAGE_BYTES", vendor::one_stage_bytes(world()));
         measures_fused_cut_ = agreed_number("LATENT_MOE_MEASURE_FUSED", 0) != 0;
+        token_parallel_from_ = agreed_number("LATENT_MOE_TOKEN_PARALLEL_KERNEL_FROM", token_parallel_pays_from);
     }
 
     /// Processes need NCCL for everything; threads only where it is faster.
@@ -472,7 +495,8 @@ private:
         return lane_window_bytes(main_lane) + lane_window_bytes(side_lane);
     }
     std::int64_t all_window_bytes() const noexcept {
-        return window_bytes_of_lanes() + (fused_ ? fused_->window_bytes() : 0) + (check_ ? check_->window_bytes() : 0);
+        return window_bytes_of_lanes() + (fused_ ? fused_->window_bytes() : 0) +
+               (token_parallel_ ? token_parallel_->window_bytes() : 0) + (check_ ? check_->window_bytes() : 0);
     }
 
     /// The lanes' windows lie one behind the other.
@@ -482,6 +506,10 @@ private:
 
     void* fused_base(int rank) const noexcept {
         return static_cast<std::byte*>(peer_memory_->base(rank)) + window_bytes_of_lanes();
+    }
+
+    void* token_parallel_base(int rank) const noexcept {
+        return static_cast<std::byte*>(fused_base(rank)) + fused_->window_bytes();
     }
 
     /// Behind all others.
@@ -502,6 +530,7 @@ private:
         if (world() > 1) {
             for (const LaneIndex lane : {main_lane, side_lane}) stops([&](int r) { return window_base(r, lane); });
             if (fused_->missing().empty()) stops([&](int r) { return fused_base(r); });
+            if (token_parallel_->missing().empty()) stops([&](int r) { return token_parallel_base(r); });
         }
         together(bootstrap_, "self-check",
                  [&] { check_->acquire(exchange, others, records_->record(FaultRecords::loading)); });
@@ -516,9 +545,13 @@ private:
             options_.custom_all_reduce ? peer_memory_->missing() : std::string("custom all-reduce is switched off");
         if (!has_window() && communicator_ == nullptr)
             throw Error(StatusCode::unavailable, fmt::format("no peer window, and no {}: {}", nccl_name, window_missing_));
-        if (!has_window()) return fused_->refuse(window_missing_);
+        if (!has_window()) {
+            fused_->refuse(window_missing_);
+            return token_parallel_->refuse(window_missing_);
+        }
         together(bootstrap_, "peer window", [&] {
             if (fused_->missing().empty()) fused_->reset(fused_base(rank()), setup_stream_.get());
+            if (token_parallel_->missing().empty()) token_parallel_->reset(token_parallel_base(rank()), setup_stream_.get());
             if (check_) check_->reset(check_base(rank()), setup_stream_.get());
             for (const LaneIndex lane : {main_lane, side_lane}) {
                 void* base = window_base(rank(), lane);
@@ -529,7 +562,11 @@ private:
             check(cudaStreamSynchronize(setup_stream_.get()), "window kernel");
         });
         fused_exchange_ = exchange_of(fused_record, mailbox_slot_bytes(main_lane));
-        for (int r = 0; r < world(); ++r) fused_exchange_.window.base[r] = fused_base(r);
+        token_parallel_exchange_ = exchange_of(token_parallel_record, mailbox_slot_bytes(main_lane));
+        for (int r = 0; r < world(); ++r) {
+            fused_exchange_.window.base[r] = fused_base(r);
+            token_parallel_exchange_.window.base[r] = token_parallel_base(r);
+        }
     }
 
     /// Collective, with the grid registered: once a context, since a cut decides bits.
@@ -622,6 +659,7 @@ private:
     std::int64_t nccl_from_bytes_ = INT64_MAX;
     std::int64_t bulk_from_bytes_ = INT64_MAX;
     std::int64_t one_stage_bytes_ = INT64_MAX;
+    std::int64_t token_parallel_from_ = INT64_MAX;  ///< tokens
     std::string window_missing_;
 
     std::optional<FaultRecords> records_;
@@ -648,6 +686,8 @@ private:
     std::vector<FusedTailPlan> fused_cuts_;  ///< that were measured
     bool measures_fused_cut_ = false;
     Exchange fused_exchange_{};
+    std::optional<TokenParallelPart> token_parallel_;
+    Exchange token_parallel_exchange_{};
     std::optional<GpuDeviceCheck> check_;
     CallIdentity identity_;
     bool forked_ = false;

@@ -8,21 +8,15 @@
 #include "gpu/grid_registry.h"
 #include "gpu/runtime/check.h"
 #include "gpu/runtime/device_api.h"
+#include "gpu/runtime/vendor.h"
 #include "latent_moe/status.h"
 
 namespace latent_moe::gpu {
 namespace {
 
-constexpr int contexts_beside = 2;
-constexpr int fewest_ctas = 4;  // a header and one part of the data on each lane
-
 GridRegistry& registry() {
     static GridRegistry instance;
     return instance;
-}
-
-int room(int multiprocessors, int reserved) {
-    return std::max(0, multiprocessors - reserved);
 }
 
 }  // namespace
@@ -30,17 +24,18 @@ int room(int multiprocessors, int reserved) {
 GridReservation::GridReservation(int device, int ctas, int reserved_multiprocessors) {
     int multiprocessors = 0;
     check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-    const int all = room(multiprocessors, reserved_multiprocessors);
-    if (!registry().add(device, ctas, all)) {
+    room_ = room_of(multiprocessors, reserved_multiprocessors, vendor::free_for_a_cluster(device));
+    if (!registry().add(device, ctas, room_)) {
         throw Error(
             StatusCode::unavailable,
-            fmt::format("device {} has room for {} CTAs that wait for peers ({} multiprocessors, {} reserved); other "
-                        "contexts have {} (twice theirs once they start kernels early), this one needs {}",
-                        device, all, multiprocessors, reserved_multiprocessors, registry().taken(device), ctas));
+            fmt::format("device {} has room for {} CTAs that wait for peers ({} multiprocessors, {} reserved), and for "
+                        "{} beside any one context's; other contexts have {} (twice theirs once they start kernels "
+                        "early), this one needs {}",
+                        device, room_.all, multiprocessors, reserved_multiprocessors, room_.beside, registry().taken(device),
+                        ctas));
     }
     device_ = device;
     ctas_ = ctas;
-    room_ = all;
 }
 
 GridReservation::GridReservation(GridReservation&& other) noexcept
@@ -61,13 +56,6 @@ GridReservation::~GridReservation() {
 bool GridReservation::may_start_early() noexcept {
     if (ctas_ != 0 && !starts_early_) starts_early_ = registry().start_early(device_, ctas_, room_);
     return ctas_ == 0 || starts_early_;  // without a reservation nothing waits for peers
-}
-
-LaneGrids lane_grids(int multiprocessors, int reserved_multiprocessors, int sharing, int fused_ctas) {
-    const int all = room(multiprocessors, reserved_multiprocessors) / sharing;
-    const int share = fused_ctas > all / contexts_beside ? all : all / contexts_beside;
-    const int ctas = std::max(share, fewest_ctas);
-    return {.main = ctas - ctas / 3, .side = std::max(2, ctas / 3), .alone = ctas};
 }
 
 }  // namespace latent_moe::gpu

@@ -2,8 +2,10 @@
 // many such CTAs they may have on a device at once; what does not fit is refused.
 //
 // A CTA counts as a whole multiprocessor (the norm's, with 512 threads of 128 registers, fills one). Everything else that
-// runs on the device waits for nobody, so it ends and makes room.
+// runs on the device waits for nobody, so it ends and makes room, if it can begin (grid_registry.h).
 #pragma once
+
+#include "gpu/grid_registry.h"
 
 namespace latent_moe::gpu {
 
@@ -22,17 +24,8 @@ public:
 private:
     int device_ = -1;
     int ctas_ = 0;
-    int room_ = 0;
+    Room room_{};
     bool starts_early_ = false;
 };
-
-/// CTAs of the lanes of one of `sharing` ranks on a device: half of the room, which leaves the rest to a second context, or
-/// all of it where the rank's fused tail takes more than half anyway.
-struct LaneGrids {
-    int main;  ///< beside a kernel of the side lane
-    int side;
-    int alone;  ///< of the main lane, while the side lane has none: as many as both
-};
-LaneGrids lane_grids(int multiprocessors, int reserved_multiprocessors, int sharing, int fused_ctas);
 
 }  // namespace latent_moe::gpu

@@ -62,12 +62,14 @@ Topology discover(const Bootstrap& bootstrap, const Options& options) {
         mine.device_uuid = vendor::identity_of(topology.device);
         mine.device = topology.device;
         mine.multiprocessors = properties.multiProcessorCount;
+        mine.free_for_a_cluster = vendor::free_for_a_cluster(topology.device);
     });
     topology.places = gather(bootstrap, mine);
 
     topology.multiprocessors = mine.multiprocessors;
     for (const RankPlace& place : topology.places) {
         topology.multiprocessors = std::min(topology.multiprocessors, place.multiprocessors);
+        topology.free_for_a_cluster = std::max(topology.free_for_a_cluster, place.free_for_a_cluster);
         topology.one_host &= place.host == mine.host;
         topology.one_process &= place.process == mine.process && place.host == mine.host;
         const auto same = [&](const RankPlace& other) {

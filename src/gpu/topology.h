@@ -16,16 +16,17 @@ struct RankPlace {
     std::array<char, 16> device_uuid;
     int device;  ///< its number in its process
     int multiprocessors;
-    int reserved;
+    int free_for_a_cluster;
     bool reaches_all;  ///< has peer access to the devices of all ranks of its process
 };
 
 struct Topology {
     std::vector<RankPlace> places;
-    int device = 0;           ///< of this rank
-    int sharing = 1;          ///< most ranks on one device
-    int multiprocessors = 0;  ///< fewest of any rank's device
-    bool one_process = true;  ///< all ranks are threads of this process
+    int device = 0;              ///< of this rank
+    int sharing = 1;             ///< most ranks on one device
+    int multiprocessors = 0;     ///< fewest of any rank's device
+    int free_for_a_cluster = 0;  ///< most of any rank's device (runtime/vendor.h)
+    bool one_process = true;     ///< all ranks are threads of this process
     bool one_host = true;
     bool peer_access = true;  ///< in one process: every rank's device reaches every other's
 

@@ -195,6 +195,10 @@ public:
     /// The `fused` tail, which is a backend's own; called only where `Capabilities::fused`.
     virtual void fused_tail(const TailCall& call) = 0;
 
+    /// The whole `token_parallel` tail of this call, where the backend has something better than its lanes' operations.
+    /// False: it has not, and nothing was done.
+    virtual bool whole_token_parallel_tail(const TailCall&) { return false; }
+
     /// The self-check as work of the device; null where it is the host's, or there is none.
     virtual DeviceCheck* device_check() noexcept { return nullptr; }
     // What a self-check needs on the host: inputs, output and weights that it can read, and an exchange of its own.

@@ -7,6 +7,7 @@
 namespace latent_moe {
 
 void token_parallel_tail(Backend& backend, const TailCall& call) {
+    if (backend.whole_token_parallel_tail(call)) return;
     Lane& lane = backend.main();
     const void* gamma = backend.gamma(call.layer);
     for_each_block_of_own_tokens(backend, call, [&](std::span<const TokenRange> own, std::int64_t done) {

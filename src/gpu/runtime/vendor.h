@@ -26,6 +26,10 @@ std::array<char, 16> identity_of(int device);
 /// Why the fused tail has no kernel for a device of this kind; empty if it has, as far as the architecture says.
 std::string why_not_fused(int device);
 
+/// So many multiprocessors must be free that, wherever they lie, the largest cluster of CTAs of any kernel finds its place
+/// among them; 0: there are no clusters.
+int free_for_a_cluster(int device);
+
 /// Largest summand that one hop may carry to every rank, for all-reduces (above it: two hops).
 std::int64_t one_stage_bytes(int world);
 

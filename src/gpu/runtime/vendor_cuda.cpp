@@ -85,6 +85,14 @@ std::string why_not_fused(int) {
     return {};
 }
 
+int free_for_a_cluster(int device) {
+    // A cluster, of 8 CTAs at most, lies inside one of the chip's parts, of which Hopper has up to 8. Seen to matter: three
+    // ranks shared an H200, two waited with 38 CTAs each, and the third's product, in clusters, never began.
+    constexpr int most_ctas = 8;
+    constexpr int most_parts = 8;
+    return attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9 ? most_parts * (most_ctas - 1) + 1 : 0;
+}
+
 std::int64_t one_stage_bytes(int world) {
     // One stage sends (R - 1) n bytes from every rank, two stages 2 (R - 1) / R n: what the second hop is worth on the wire,
     // 1.3 µs at 370 GB/s.
