@@ -477,6 +477,8 @@ int execute(const Arguments& arguments, Ranks& ranks) {
                 const std::unique_ptr<Device> device = make_device(options, bootstrap);
                 const Holdings holdings = holdings_of(bootstrap, *device);  // the set before is gone
                 SoakRank rank(arguments, set, bootstrap, number * 8, options, *device);
+                // Allocating may wait for a device that ranks share, and so for a peer that is ahead and waits for this one.
+                static_cast<void>(gathered(bootstrap, char{}));
                 if (bootstrap.rank == 0) result.contexts += rank.contexts();
                 for (std::uint64_t each = call; each < last; ++each) {
                     if (bootstrap.rank == 0) current = each;

@@ -822,6 +822,7 @@ int run_all(int argc, char** argv, const std::vector<int>& default_worlds, bool 
 }  // namespace
 
 int main(int argc, char** argv) {
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);       // a kernel that is first needed in a call waits for ranks that wait
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // streams of ranks that share a GPU must not queue behind each other
     setenv("NCCL_NVLS_ENABLE", "0", 1);
     int count = 0;
