@@ -273,8 +273,8 @@ bool cut(const FusedTailShape& shape, const FusedTailPlan& plan, const Compiled&
     p.gather_columns = std::min(
         {units, tile.gather_threads, std::max(fewest, tile.gather_threads * tile.gather_at_once / tile.tokens / 8 * 8)});
     if (tile.pooled) {
-        // Of even passes: those of at most `most_blocks_of_pass` are as many as are needed.
-        const int most = std::max(fewest, fused::most_blocks_of_pass * 8), passes = (units + most - 1) / most;
+        // Even passes, as few as there can be of at most `most_blocks_of_pass`.
+        const int most = std::max(fewest, most_blocks_of_pass * 8), passes = (units + most - 1) / most;
         p.gather_columns = tile.streamed ? units : (p.block_stride + passes - 1) / passes * 8;
     }
     if (p.gather_columns < fewest) return false;
@@ -433,9 +433,10 @@ cudaError_t fused_tail_plans(const FusedTailShape& shape, std::int64_t tokens, i
                 FusedTailPlan candidate;
                 candidate.float8 = tile.known.float8;
                 if (candidate.float8) candidate.in_flight_early = 12, candidate.in_flight_late = 24;  // half as large
-                candidate.token_ring = tile.tokens >= 128 ? 4 : 6;  // this and the next measured, K3 at TP 2
+                // Measured, K3 as one of two ranks.
                 if (tile.tokens == 32) candidate.in_flight_early = 2;
                 if (tile.tokens == 64) candidate.in_flight_early = 1;
+                if (tile.tokens == 128) candidate.token_ring = 4;
                 candidate.tokens = tile.tokens, candidate.rows = tile.rows, candidate.split = split;
                 const int all = static_cast<int>((shape.hidden / shape.world + tile.rows - 1) / tile.rows);
                 int most = std::min({all, max_ctas / split, max_grid / split});

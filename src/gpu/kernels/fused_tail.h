@@ -44,7 +44,7 @@ struct FusedTailPlan {
     int split = 0;              ///< CTAs of a cluster, each a part of K: 1, 2, 4 or 8
     int clusters = 0;           ///< each takes every `clusters`-th tile of W
     int receivers = 0;          ///< clusters behind these that only take the peers' columns: the others leave before
-    int token_ring = 6;         ///< places for blocks of latents, where many tokens' latents are pooled
+    int token_ring = 6;         ///< places for blocks of latents, where more than 32 tokens' latents are pooled
     int in_flight_early = 3;    ///< bulk copies of weights in flight a CTA, until the latents are there,
     int in_flight_late = 8;     ///< and after
     int prefetch_blocks = 24;   ///< of weights that shared memory does not hold, into L2, at most,

@@ -555,8 +555,8 @@ struct Gather {
         }
     }
 
-    /// Whole warps, no more than half of them.
-    LATENT_MOE_DEVICE int columns_of_cta_threads() const {
+    /// That this CTA's columns take, one unit each: whole warps, no more than half of them.
+    LATENT_MOE_DEVICE int threads_for_columns() const {
         const std::uint32_t share = (p.tokens * p.column_units + gridDim.x - 1) / gridDim.x;
         return min(static_cast<int>(share + 31) / 32 * 32, threads / 64 * 32);
     }
@@ -564,7 +564,7 @@ struct Gather {
     LATENT_MOE_DEVICE void finish_call(const State& state, const Slot<Cta>& slot) {
         const bool columns = !Tile::receives || p.receivers == 0;
         // With few tokens a few warps are enough for the columns, and the others re-arm; else all do both.
-        const int takers = Tile::pooled || !columns ? 0 : columns_of_cta_threads();
+        const int takers = Tile::pooled || !columns ? 0 : threads_for_columns();
         if (thread >= takers) {
             const int last = threads - 1 - thread;  // others first than those that wait for columns
             if (p.pool) rearm_pool(p, state, last, threads - takers);

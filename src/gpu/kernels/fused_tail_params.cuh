@@ -122,8 +122,11 @@ struct Barriers {
 };
 static_assert(Barriers::bytes <= at_ring);
 
-/// Named barriers of a CTA; 0 is __syncthreads. The latents are gathered in passes over K, each with a barrier of its own.
+/// The latents are gathered in passes over K, each with a barrier of its own.
 inline constexpr int max_passes = 8;
+inline constexpr int most_blocks_of_pass = 6;  ///< where the pool is polled: four units a thread, which it polls together
+
+/// Named barriers of a CTA; 0 is __syncthreads.
 enum NamedBarrier : int {
     squares_ready = 1,
     shared_ready = 2,
@@ -132,7 +135,6 @@ enum NamedBarrier : int {
     tokens_ready = 5,                          ///< and the next ones
     state_loaded = tokens_ready + max_passes,  ///< by the protocol warp: nobody else waits for it
 };
-inline constexpr int most_blocks_of_pass = 6;  ///< where the pool is polled: four units a thread, which it polls together
 
 /// Of the pool (fused_tail_pool.cuh): units of columns that a warp sums at a time; rows of the largest tile, for which there
 /// is room whatever the tile; a sum of squares that has not come (a NaN that no arithmetic gives).
@@ -246,7 +248,7 @@ struct Cta {
     /// Among this rank's units of columns, the first that this CTA finishes.
     LATENT_MOE_DEVICE int first_unit(int tile) const { return tile * (Tile::rows / 8) + part * units(); }
 
-    /// Of Σ shared: a row's unit that this CTA finishes.
+    /// How much of Σ shared is this CTA's: units of the rows that it finishes.
     LATENT_MOE_DEVICE int shared_items() const { return turns() * (p.tokens << units_log2()); }
     /// The gathering threads that the math warps wait for, the last ones: whoever has a part in Σ shared or, if pooled, in
     /// the squares. With few tokens the others have only latents, or nothing.
